@@ -1,0 +1,175 @@
+"""Order, sizes and resuming of batches; what a batch holds; workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitdet.data.detection import DetectionDataset
+from vitdet.data.loaders import EpochBatchSampler, collate, make_loader
+from vitdet.data.records import DetectionSet
+from vitdet.data.transforms import EvalTransform, TrainTransform
+from vitdet.errors import UserError
+
+MakeSet = Callable[..., DetectionSet]
+SIZES = [(32, 32), (32, 64), (64, 64)]
+
+
+def sampler(**options: Any) -> EpochBatchSampler:
+    return EpochBatchSampler(**{"length": 23, "batch_size": 4, "seed": 3, "sizes": [(32, 32)], **options})
+
+
+def indices(batches: EpochBatchSampler) -> list[list[int]]:
+    return [[key.index for key in batch] for batch in batches]
+
+
+def test_an_epoch_is_a_permutation() -> None:
+    batches = sampler()
+    first = indices(batches)
+    assert len(first) == len(batches) == 5 and all(len(batch) == 4 for batch in first)
+    assert len({index for batch in first for index in batch}) == 20
+    assert indices(batches) == first == indices(sampler())
+    batches.set_epoch(1)
+    assert indices(batches) != first
+    assert indices(sampler(seed=4)) != first
+    assert indices(sampler(epoch=1)) == indices(batches)
+
+
+def test_evaluation_takes_everything_in_order() -> None:
+    batches = sampler(shuffle=False, drop_last=False)
+    assert sum(indices(batches), []) == list(range(23))
+    assert len(batches) == 6
+
+
+def test_keys_carry_epoch_size_and_policy() -> None:
+    batches = sampler(sizes=SIZES, strong_until=2)
+    seen = set()
+    for epoch in range(4):
+        batches.set_epoch(epoch)
+        for batch in batches:
+            assert len({key.size for key in batch}) == 1
+            assert {(key.epoch, key.strong) for key in batch} == {(epoch, epoch < 2)}
+            seen.add(batch[0].size)
+    assert seen == set(SIZES)
+    assert all(key.strong for batch in sampler(epoch=99) for key in batch)
+
+
+def test_resuming_continues_with_the_next_batch() -> None:
+    whole = list(sampler(sizes=SIZES, epoch=2))
+    resumed = sampler(sizes=SIZES)
+    resumed.set_epoch(2)
+    resumed.set_start(3)
+    assert list(resumed) == whole[3:]
+    assert (len(resumed), resumed.batches_per_epoch) == (2, 5)
+    assert list(sampler(sizes=SIZES, epoch=2, start_batch=3)) == whole[3:]
+    resumed.set_epoch(3)
+    assert list(resumed) == list(sampler(sizes=SIZES, epoch=3))
+
+
+def test_ranks_share_an_epoch() -> None:
+    """Together the ranks take what one process with the whole batch takes, and always the same size."""
+    ranks = [list(sampler(sizes=SIZES, batch_size=2, rank=rank, world_size=3)) for rank in range(3)]
+    alone = list(sampler(sizes=SIZES, batch_size=6))
+    assert [len(batches) for batches in ranks] == [3, 3, 3]
+    for parts, whole in zip(zip(*ranks, strict=True), alone, strict=True):
+        assert sorted(sum(parts, [])) == sorted(whole)
+        assert len({key.size for part in parts for key in part}) == 1
+        assert [len(part) for part in parts] == [2, 2, 2]
+
+
+def test_ranks_evaluate_each_sample_once() -> None:
+    parts = [sampler(shuffle=False, drop_last=False, rank=rank, world_size=5) for rank in range(5)]
+    assert sorted(sum((sum(indices(part), []) for part in parts), [])) == list(range(23))
+    assert all(len(part) == len(list(part)) for part in parts)
+
+
+def test_a_small_data_set_still_gives_a_batch() -> None:
+    assert sorted(indices(sampler(length=5, batch_size=8))[0]) == [0, 1, 2, 3, 4]
+    ranks = [indices(sampler(length=5, batch_size=8, rank=rank, world_size=2)) for rank in range(2)]
+    assert [[len(batch) for batch in batches] for batches in ranks] == [[3], [3]]  # equal, so one sample comes twice
+    assert {index for batches in ranks for index in batches[0]} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length and batch_size must be at least 1, got 0 and 4"),
+        ({"sizes": []}, "sizes must hold"),
+        ({"rank": 2, "world_size": 2}, "rank must be in 0…1, got 2"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler(**options)
+
+
+def test_collate() -> None:
+    images = [np.random.default_rng(seed).integers(0, 256, (20, 40, 3), dtype=np.uint8) for seed in range(2)]
+    targets = [
+        {
+            "boxes": np.array([[4, 5, 12, 15]], np.float32),
+            "labels": np.array([2]),
+            "image_id": 9,
+            "orig_size": (30, 50),
+        },
+        {"boxes": np.zeros((0, 4), np.float32), "labels": np.zeros(0, np.int64), "image_id": 8, "orig_size": (60, 70)},
+    ]
+    batch = collate(list(zip(images, targets, strict=True)))
+    assert batch["images"].dtype == torch.uint8 and batch["images"].is_contiguous()
+    assert np.array_equal(batch["images"].numpy(), np.stack(images).transpose(0, 3, 1, 2))
+    assert batch["targets"].boxes[0, 0].tolist() == pytest.approx([0.2, 0.5, 0.2, 0.5])
+    assert batch["targets"].valid.tolist() == [[True], [False]]
+    assert batch["targets"].labels.tolist() == [[2], [0]]
+    assert batch["image_ids"] == [9, 8]
+    assert batch["orig_sizes"].tolist() == [[30, 50], [60, 70]] and batch["orig_sizes"].dtype == torch.int64
+    with pytest.raises(ValueError, match=r"one size, got \(20, 40\) and \(40, 20\)"):
+        collate([(images[0], targets[0]), (images[1].transpose(1, 0, 2), targets[1])])
+
+
+def test_collate_without_any_object() -> None:
+    target = {
+        "boxes": np.zeros((0, 4), np.float32),
+        "labels": np.zeros(0, np.int64),
+        "image_id": 1,
+        "orig_size": (1, 1),
+    }
+    assert collate([(np.zeros((8, 8, 3), np.uint8), target)] * 2)["targets"].boxes.shape == (2, 0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_workers_change_nothing(make_set: MakeSet) -> None:
+    """Two epochs through persistent workers, the second begun in its middle, are the epochs without workers."""
+    transform = TrainTransform(photometric=1.0, zoom_out=0.5, iou_crop=0.8, hflip=0.5)
+    loaders = []
+    for workers in (0, 2):
+        dataset = DetectionDataset(make_set(), transform=transform, mosaic=0.5, mixup=0.5, cache=workers > 0)
+        batches = EpochBatchSampler(length=6, batch_size=2, seed=0, sizes=SIZES)
+        loaders.append(make_loader(dataset, batch_sampler=batches, workers=workers))
+    for epoch, start in ((0, 0), (1, 1)):
+        results = []
+        for loader in loaders:
+            loader.batch_sampler.set_epoch(epoch)
+            loader.batch_sampler.set_start(start)
+            assert len(loader) == 3 - start
+            results.append(list(loader))
+        assert len(results[0]) == len(results[1]) == 3 - start
+        for alone, worked in zip(*results, strict=True):
+            assert torch.equal(alone["images"], worked["images"])
+            assert torch.equal(alone["targets"].boxes, worked["targets"].boxes)
+            assert alone["image_ids"] == worked["image_ids"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_user_error_stays_one_sentence(make_set: MakeSet, workers: int) -> None:
+    data = make_set()
+    data.records[3].path.write_bytes(b"no image")
+    dataset = DetectionDataset(data, transform=EvalTransform())
+    batches = EpochBatchSampler(length=6, batch_size=2, seed=0, sizes=[(32, 32)], shuffle=False)
+    with pytest.raises(UserError) as caught:
+        list(make_loader(dataset, batch_sampler=batches, workers=workers))
+    assert str(caught.value) == f"{data.records[3].path} is not an image in a known format: replace or remove it"

@@ -1,0 +1,190 @@
+"""Our RT-DETR equals Hugging Face's when both hold the same weights: outputs, losses, gradients.
+
+The weights are random, but no value that a fresh model has at 0 or 1 is left there (heads, norms, running statistics,
+sampling offsets), or whole branches would be compared that do nothing. They travel through the file that
+``save_pretrained`` writes and through our reader, as a published checkpoint does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitdet.detectors.rtdetr import RTDETR, rtdetr_r18, rtdetr_r50
+from vitdet.errors import UserError
+from vitdet.losses.criterion import Criterion
+from vitdet.losses.matcher import HungarianMatcher
+from vitdet.structures import DetectorOutput, Targets
+from vitdet.weights.rtdetr import HUGGINGFACE_RULES, load_huggingface
+from vitdet.weights.rules import convert_state_dict
+
+transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+
+R18_BACKBONE = {
+    "embedding_size": 64,
+    "hidden_sizes": [64, 128, 256, 512],
+    "depths": [2, 2, 2, 2],
+    "layer_type": "basic",
+    "out_features": ["stage2", "stage3", "stage4"],
+}
+
+
+def reference_r18(num_labels: int = 80, **options) -> nn.Module:
+    """Their model with the numbers of the published R18."""
+    config = transformers.RTDetrConfig(
+        backbone_config=transformers.RTDetrResNetConfig(**R18_BACKBONE),
+        encoder_in_channels=[128, 256, 512],
+        decoder_layers=3,
+        hidden_expansion=0.5,
+        num_labels=num_labels,
+        **options,
+    )
+    return with_random_values(transformers.RTDetrForObjectDetection(config))
+
+
+def reference_r50() -> nn.Module:
+    """Their model with its default numbers, the published R50's."""
+    return with_random_values(transformers.RTDetrForObjectDetection(transformers.RTDetrConfig(num_labels=80)))
+
+
+def with_random_values(model: nn.Module) -> nn.Module:
+    """Give every parameter and statistic a value that matters, at a size that keeps activations near 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(like: Tensor, std: float) -> Tensor:
+        return std * torch.randn(like.shape, generator=generator)
+
+    def uniform(like: Tensor, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(like.shape, generator=generator)
+
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("num_batches_tracked"):
+                continue
+            if name.endswith("running_var"):
+                value.copy_(uniform(value, 1, 3))
+            elif name.endswith("running_mean"):
+                value.copy_(normal(value, 0.1))
+            elif value.ndim > 1:
+                fan_in = value[0].numel()
+                scale = 0.1 if "sampling_offsets" in name else 1.0  # or points leave the image
+                value.copy_(normal(value, scale * (2 / fan_in if value.ndim == 4 else 1 / fan_in) ** 0.5))
+            elif name.endswith("weight"):
+                value.copy_(uniform(value, 0.5, 1.5))
+            else:
+                value.add_(normal(value, 0.1))  # keeps the prior of the scores and the pattern of the sampling points
+    return model
+
+
+def random_images(batch: int, height: int, width: int) -> Tensor:
+    """Noise at several scales: tokens must differ from one another for the selection among them to be one."""
+    generator = torch.Generator().manual_seed(1)
+    layers = [torch.rand(batch, 3, cells, cells, generator=generator) for cells in (3, 7, 20, 90)]
+    return torch.stack([F.interpolate(one, (height, width), mode="bilinear") for one in layers]).mean(0)
+
+
+def theirs_in_our_order(logits: Tensor, boxes: Tensor, ours: DetectorOutput) -> tuple[Tensor, Tensor]:
+    """Reorder queries whose selection scores tie in float32; the decoder doesn't know their order.
+
+    Each of ours takes the nearest of theirs, and none may be taken twice.
+    """
+    mine, other = torch.cat([ours.logits, ours.boxes], -1), torch.cat([logits, boxes], -1)
+    nearest = torch.cdist(mine, other, p=float("inf")).argmin(-1)  # (B, Q)
+    for row in nearest:
+        assert len(row.unique()) == len(row), "two of our queries are nearest to the same one of theirs"
+    rows = torch.arange(len(nearest))[:, None]
+    return logits[rows, nearest], boxes[rows, nearest]
+
+
+@pytest.mark.parametrize(
+    ("reference", "ours"), [(reference_r18, rtdetr_r18), (reference_r50, rtdetr_r50)], ids=["r18", "r50"]
+)
+def test_same_outputs_from_their_file(reference, ours, tmp_path: Path) -> None:
+    theirs = reference().eval()
+    theirs.save_pretrained(tmp_path)
+    model = ours(num_classes=80).eval()
+    report = load_huggingface(model, tmp_path)
+    assert all(name.endswith("num_batches_tracked") for name in report.missing)
+    assert not report.unexpected
+    assert not report.reshaped
+    for height, width in [(640, 640), (480, 640)]:  # the second tells rows from columns
+        images = random_images(1, height, width)
+        with torch.inference_mode():
+            expected, output = theirs(images), model(images)
+        assert expected.logits.std() > 0.3
+        assert expected.pred_boxes.std(1).min() > 1e-3
+        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
+        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+
+
+def their_loss_names(layers: int) -> dict[str, str]:
+    """Our names of the losses to theirs: the last layer has no suffix, the encoder is their last auxiliary output."""
+    suffixes = {f"decoder_{index}": f"_aux_{index}" for index in range(layers - 1)}
+    suffixes |= {f"decoder_{layers - 1}": "", "encoder": f"_aux_{layers - 1}"}
+    terms = {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}
+    return {f"{ours}/{term}": name + suffix for ours, suffix in suffixes.items() for term, name in terms.items()}
+
+
+@pytest.fixture
+def trained_pair(tmp_path: Path) -> tuple[nn.Module, RTDETR]:
+    """Both in training mode, with batch statistics everywhere and without denoising, whose noise is random."""
+    theirs = reference_r18(freeze_backbone_batch_norms=False, num_denoising=0)
+    theirs.save_pretrained(tmp_path)
+    ours = rtdetr_r18(80, denoising_queries=0)
+    load_huggingface(ours, tmp_path)
+    return theirs.train(), ours.train()
+
+
+def test_same_losses_and_gradients(trained_pair: tuple[nn.Module, RTDETR]) -> None:
+    theirs, ours = trained_pair
+    images = random_images(2, 224, 256)
+    labels = [torch.tensor([3, 71, 3]), torch.tensor([0])]
+    boxes = [
+        torch.tensor([[0.3, 0.4, 0.2, 0.3], [0.6, 0.5, 0.5, 0.8], [0.8, 0.2, 0.1, 0.1]]),
+        torch.tensor([[0.5, 0.5, 0.9, 0.3]]),
+    ]
+    expected = theirs(images, labels=[{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)])
+    targets = Targets.from_lists(boxes, labels)
+    losses = Criterion(matcher=HungarianMatcher())(ours(images, targets), targets)
+    names = their_loss_names(layers=3)
+    assert set(losses) == {*names, "total"}
+    assert set(expected.loss_dict) == set(names.values())
+    for name, their_name in names.items():
+        torch.testing.assert_close(losses[name], expected.loss_dict[their_name], rtol=1e-4, atol=1e-4, msg=name)
+    torch.testing.assert_close(losses["total"], expected.loss, rtol=1e-4, atol=1e-4)
+
+    losses["total"].backward()
+    expected.loss.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    their_gradients = convert_state_dict(gradients, HUGGINGFACE_RULES)
+    our_gradients = {name: p.grad for name, p in ours.named_parameters()}
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in our_gradients.items():
+        # In norm, since one activation at ReLU's edge may fall on either side. A shift before batch statistics has no
+        # effect: such gradients are rounding alone, about 1e-7.
+        expected_gradient = their_gradients[name]
+        error = (gradient - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-2)
+        assert error < 1e-3, name
+
+
+def test_another_number_of_classes_must_be_allowed(tmp_path: Path) -> None:
+    reference_r18(num_labels=3).save_pretrained(tmp_path)
+    model = rtdetr_r18(80)
+    with pytest.raises(UserError, match=r"RTDETR: 9 of another shape: "):
+        load_huggingface(model, tmp_path)
+    report = load_huggingface(model, tmp_path, allow_reshaped=["*score_head*", "denoising.*"])
+    assert len(report.reshaped) == 9  # weight and bias of three layers' and the encoder's head, and the embedding
+
+
+def test_missing_and_torn_files_are_told(tmp_path: Path) -> None:
+    model = rtdetr_r18(80)
+    with pytest.raises(UserError, match=r"no weights at .*model\.safetensors; name a model\.safetensors"):
+        load_huggingface(model, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(UserError, match=r"is not a whole safetensors file"):
+        load_huggingface(model, tmp_path)

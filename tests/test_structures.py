@@ -1,0 +1,138 @@
+"""The contracts between packages: padding, round trips through plain values, and what a result can be turned into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitdet.structures import ClassMap, Detections, Preprocessing, Targets
+
+CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
+
+
+def two_objects(**changes: object) -> Detections:
+    values: dict = {
+        "boxes_xyxy": torch.tensor([[10.0, 20.0, 40.0, 80.0], [0.0, 0.0, 5.0, 6.0]]),
+        "scores": torch.tensor([0.75, 0.5]),
+        "labels": torch.tensor([1, 0]),
+        "names": ["dog", "cat"],
+        "image_size": (100, 120),
+    }
+    return Detections(**(values | changes))
+
+
+def no_objects() -> Detections:
+    return Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64), [], (30, 40))
+
+
+def test_class_map() -> None:
+    assert len(CLASS_MAP) == 2
+    assert CLASS_MAP.label_of_id == {3: 0, 90: 1}
+    assert ClassMap.from_dict(json.loads(json.dumps(CLASS_MAP.to_dict()))) == CLASS_MAP
+
+
+def test_class_map_refuses_what_is_ambiguous() -> None:
+    with pytest.raises(ValueError, match="as many names as ids, got 2 ids, 1 names"):
+        ClassMap(ids=(1, 2), names=("cat",))
+    with pytest.raises(ValueError, match=r"ids must be unique, got \[1, 1\]"):
+        ClassMap(ids=(1, 1), names=("cat", "dog"))
+
+
+def test_preprocessing_normalizes_each_channel() -> None:
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
+    plain = Preprocessing(size=(4, 6)).normalize(pixels)
+    assert plain.dtype == torch.float32
+    assert plain.flatten().tolist() == pytest.approx([0.0, 0.2, 1.0])
+    scaled = Preprocessing(size=(4, 6), mean=(0.5, 0.1, 0.0), std=(0.5, 0.2, 4.0)).normalize(pixels)
+    assert scaled.flatten().tolist() == pytest.approx([-1.0, 0.5, 0.25])
+
+
+def test_preprocessing_survives_json() -> None:
+    preprocessing = Preprocessing(size=(480, 640), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    assert Preprocessing.from_dict(json.loads(json.dumps(preprocessing.to_dict()))) == preprocessing
+
+
+def test_targets_are_padded_to_the_longest() -> None:
+    boxes = [torch.full((2, 4), 0.5), torch.zeros(0, 4), torch.full((1, 4), 0.25)]
+    labels = [torch.tensor([4, 1]), torch.zeros(0, dtype=torch.int64), torch.tensor([2])]
+    targets = Targets.from_lists(boxes, labels)
+    assert len(targets) == 3
+    assert targets.boxes.shape == (3, 2, 4)
+    assert targets.labels.tolist() == [[4, 1], [0, 0], [2, 0]]
+    assert targets.valid.tolist() == [[True, True], [False, False], [True, False]]
+    assert targets.boxes[..., 0].tolist() == [[0.5, 0.5], [0.0, 0.0], [0.25, 0.0]]
+
+
+def test_targets_without_objects_or_images() -> None:
+    empty = Targets.from_lists([torch.zeros(0, 4)] * 2, [torch.zeros(0, dtype=torch.int64)] * 2)
+    assert empty.boxes.shape == (2, 0, 4)
+    assert empty.to("cpu").valid.shape == (2, 0)
+    assert len(Targets.from_lists([], [])) == 0
+
+
+def test_targets_need_a_label_for_each_box() -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        Targets.from_lists([torch.zeros(3, 4)], [torch.zeros(2, dtype=torch.int64)])
+
+
+def test_detections_as_plain_values() -> None:
+    found = two_objects(path=Path("a/b.jpg"))
+    assert len(found) == 2
+    assert found.to_dict() == {
+        "path": str(Path("a/b.jpg")),
+        "height": 100,
+        "width": 120,
+        "detections": [
+            {"name": "dog", "label": 1, "score": 0.75, "box_xyxy": [10.0, 20.0, 40.0, 80.0]},
+            {"name": "cat", "label": 0, "score": 0.5, "box_xyxy": [0.0, 0.0, 5.0, 6.0]},
+        ],
+    }
+    assert [row["name"] for row in found] == ["dog", "cat"]
+    assert no_objects().to_dict()["detections"] == []
+
+
+def test_detections_as_coco_rows() -> None:
+    assert two_objects().to_coco(17, CLASS_MAP) == [
+        {"image_id": 17, "category_id": 90, "bbox": [10.0, 20.0, 30.0, 60.0], "score": 0.75},
+        {"image_id": 17, "category_id": 3, "bbox": [0.0, 0.0, 5.0, 6.0], "score": 0.5},
+    ]
+    assert no_objects().to_coco(17, CLASS_MAP) == []
+
+
+def test_detections_as_supervision() -> None:
+    found = two_objects().to_supervision()
+    assert found.xyxy.tolist() == [[10.0, 20.0, 40.0, 80.0], [0.0, 0.0, 5.0, 6.0]]
+    assert found.class_id.tolist() == [1, 0]
+    assert found.confidence.tolist() == [0.75, 0.5]
+    assert found.data["class_name"].tolist() == ["dog", "cat"]
+    assert len(no_objects().to_supervision()) == 0
+
+
+def test_plot_draws_the_boxes_and_leaves_the_image() -> None:
+    image = np.full((100, 120, 3), 128, dtype=np.uint8)
+    drawn = two_objects(image=image).plot()
+    assert drawn.shape == (100, 120, 3)
+    assert drawn.dtype == np.uint8
+    assert (image == 128).all()
+    changed = (drawn != 128).any(-1)
+    assert changed[50, 9:12].any()  # the left edge of the first box
+    assert not changed[50, 20:30].any()  # its inside
+    assert not changed[90:, 60:].any()  # far away from both
+
+
+def test_plot_without_an_image_or_objects_is_a_white_page() -> None:
+    assert (no_objects().plot() == 255).all()
+    assert no_objects().plot().shape == (30, 40, 3)
+
+
+def test_save_as_picture_or_json(tmp_path: Path) -> None:
+    found = two_objects()
+    found.save(tmp_path / "a.png")
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), found.plot())
+    found.save(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == found.to_dict()

@@ -1,0 +1,1 @@
+"""Image -> feature maps: ``forward(images) -> list[Tensor]``, with ``.channels`` and ``.strides``."""

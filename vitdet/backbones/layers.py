@@ -1,0 +1,40 @@
+"""Convolution, batch normalisation, activation: what convolutional backbones and the hybrid encoder are made of."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "none": nn.Identity}
+
+
+class ConvNorm(nn.Module):
+    """Bias-free convolution padded to keep the size (over the stride), batch norm, activation."""
+
+    def __init__(
+        self, width_in: int, width_out: int, kernel: int, *, stride: int = 1, groups: int = 1, activation: str = "none"
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width_in, width_out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+        self.norm = nn.BatchNorm2d(width_out)
+        self.activation = ACTIVATIONS[activation]()
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C_in, h, w) to (B, C_out, ⌈h/stride⌉, ⌈w/stride⌉)."""
+        return self.activation(self.norm(self.conv(maps)))
+
+
+def freeze_batch_norms(module: nn.Module) -> None:
+    """Replace every batch norm below ``module`` by one with fixed statistics and scale, keeping their values.
+
+    Detectors fine-tuned with few images a device do so (DETR, arXiv 2005.12872, section 4; RT-DETR R50 and R101).
+    """
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            frozen = FrozenBatchNorm2d(child.num_features, eps=child.eps)
+            state = child.state_dict()
+            state.pop("num_batches_tracked", None)
+            frozen.load_state_dict(state)
+            setattr(module, name, frozen)
+        else:
+            freeze_batch_norms(child)

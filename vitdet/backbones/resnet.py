@@ -1,0 +1,135 @@
+"""ResNet-vd: ResNet with a three-convolution stem and average pooling before the shortcut of a striding block.
+
+Sources: arXiv 1512.03385 (ResNet), arXiv 1812.01187 figure 2 (variants C and D), as RT-DETR uses them (arXiv 2304.08069).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitdet.backbones.layers import ConvNorm, freeze_batch_norms
+
+
+def make_shortcut(width_in: int, width_out: int, stride: int, *, project: bool) -> nn.Module:
+    """Identity, a 1×1 projection, or (variant D) an average pool and the projection where the block strides."""
+    if not project:
+        return nn.Identity()
+    projection = ConvNorm(width_in, width_out, 1)
+    if stride == 1:
+        return projection
+    return nn.Sequential(nn.AvgPool2d(2, 2, ceil_mode=True), projection)
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions around a shortcut; the output has ``width`` channels."""
+
+    expansion = 1
+
+    def __init__(self, width_in: int, width: int, *, stride: int, first: bool) -> None:
+        super().__init__()
+        # The first block of each stage projects even where the widths agree, as the published R18 and R34 do.
+        self.shortcut = make_shortcut(width_in, width, stride, project=first)
+        self.convs = nn.Sequential(
+            ConvNorm(width_in, width, 3, stride=stride, activation="relu"), ConvNorm(width, width, 3)
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C_in, h, w) to (B, C, h/stride, w/stride)."""
+        return F.relu(self.convs(maps) + self.shortcut(maps))
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 (which strides), 1×1 around a shortcut; the output has ``4 * width`` channels."""
+
+    expansion = 4
+
+    def __init__(self, width_in: int, width: int, *, stride: int, first: bool) -> None:
+        super().__init__()
+        self.shortcut = make_shortcut(width_in, width * 4, stride, project=first)
+        self.convs = nn.Sequential(
+            ConvNorm(width_in, width, 1, activation="relu"),
+            ConvNorm(width, width, 3, stride=stride, activation="relu"),
+            ConvNorm(width, width * 4, 1),
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C_in, h, w) to (B, 4·width, h/stride, w/stride)."""
+        return F.relu(self.convs(maps) + self.shortcut(maps))
+
+
+class ResNet(nn.Module):
+    """ResNet-vd giving the maps of its last stages.
+
+    Args:
+        depths: blocks in each stage; stage i has stride 4·2^i.
+        block: :class:`BasicBlock` or :class:`Bottleneck`.
+        stem: channels after the stem. widths: inner width of each stage's blocks.
+        out_stages: indices of the stages whose maps are given.
+        frozen_norm: fixed batch-norm statistics and scales.
+    """
+
+    def __init__(
+        self, *, depths: Sequence[int], block: type[BasicBlock] | type[Bottleneck], stem: int = 64,
+        widths: Sequence[int] = (64, 128, 256, 512), out_stages: Sequence[int] = (1, 2, 3), frozen_norm: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.stem = nn.Sequential(
+            ConvNorm(3, stem // 2, 3, stride=2, activation="relu"),
+            ConvNorm(stem // 2, stem // 2, 3, activation="relu"),
+            ConvNorm(stem // 2, stem, 3, activation="relu"),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.stages = nn.ModuleList()
+        width_in = stem
+        for index, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+            blocks = []
+            for position in range(depth):
+                stride = 2 if index > 0 and position == 0 else 1
+                blocks.append(block(width_in, width, stride=stride, first=position == 0))
+                width_in = width * block.expansion
+            self.stages.append(nn.Sequential(*blocks))
+        self.out_stages = tuple(out_stages)
+        self.channels = [widths[i] * block.expansion for i in self.out_stages]
+        self.strides = [4 * 2**i for i in self.out_stages]
+        self.reset_parameters()
+        if frozen_norm:
+            freeze_batch_norms(self)
+
+    def reset_parameters(self) -> None:
+        """He initialisation (arXiv 1502.01852) of the convolutions; batch norms start as the identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """(B, 3, h, w) to one (B, C_s, h/stride_s, w/stride_s) map per stage given."""
+        maps = self.stem(images)
+        outputs = []
+        for index, stage in enumerate(self.stages):
+            maps = stage(maps)
+            if index in self.out_stages:
+                outputs.append(maps)
+        return outputs
+
+
+def resnet18_vd() -> ResNet:
+    """18 layers (arXiv 1512.03385, table 1)."""
+    return ResNet(depths=(2, 2, 2, 2), block=BasicBlock)
+
+
+def resnet34_vd() -> ResNet:
+    """34 layers (arXiv 1512.03385, table 1)."""
+    return ResNet(depths=(3, 4, 6, 3), block=BasicBlock)
+
+
+def resnet50_vd(*, frozen_norm: bool = True) -> ResNet:
+    """50 layers (arXiv 1512.03385, table 1)."""
+    return ResNet(depths=(3, 4, 6, 3), block=Bottleneck, frozen_norm=frozen_norm)
+
+
+def resnet101_vd(*, frozen_norm: bool = True) -> ResNet:
+    """101 layers (arXiv 1512.03385, table 1)."""
+    return ResNet(depths=(3, 4, 23, 3), block=Bottleneck, frozen_norm=frozen_norm)

@@ -1,0 +1,209 @@
+"""A run's configuration: pydantic models, YAML reading, ``section.key=value`` overrides.
+
+Every key has a type and, where it makes sense, a default; an unknown key is an error. All problems are told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vitdet.errors import UserError
+
+Probability = Field(default=0.0, ge=0, le=1)
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelSection(Section):
+    """Which model."""
+
+    name: str = Field(description="of vitdet models")
+    num_classes: int | None = Field(default=None, ge=1, description="taken from the data; a number only to check it")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="arguments of the detector")
+    weights: str | None = Field(default=None, description="a .safetensors to start from")
+
+
+class DataSection(Section):
+    """Where the images are and how they are read."""
+
+    root: str
+    train_split: str = "train"
+    val_split: str = "val"
+    size: tuple[int, int] = Field(description="(height, width) of training and evaluation, divisible by 32")
+    sizes: list[tuple[int, int]] = Field(default_factory=list, description="drawn per batch instead of size: multi-scale")
+    workers: int = Field(default=2, ge=0)
+    cache: bool = Field(default=False, description="keep decoded images in memory")
+
+    @field_validator("size")
+    @classmethod
+    def divisible(cls, size: tuple[int, int]) -> tuple[int, int]:
+        """The maps must halve evenly five times."""
+        if any(side < 32 or side % 32 for side in size):
+            raise ValueError(f"must be divisible by 32, got {list(size)}")
+        return size
+
+    @field_validator("sizes")
+    @classmethod
+    def all_divisible(cls, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The same for every size."""
+        return [cls.divisible(size) for size in sizes]
+
+
+class AugmentSection(Section):
+    """Probabilities of the augmentations; strong ones end at ``strong_until`` of the run."""
+
+    photometric: float = Probability
+    zoom_out: float = Probability
+    iou_crop: float = Probability
+    hflip: float = Probability
+    vflip: float = Probability
+    rotate90: float = Probability
+    scale_jitter: tuple[float, float] = Field(default=(1.0, 1.0), description="range of the factor of size")
+    mosaic: float = Probability
+    mixup: float = Probability
+    strong_until: float = Field(default=0.9, ge=0, le=1, description="share of the epochs")
+
+
+class OptimSection(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=1e-4, gt=0)
+    backbone_lr: float | None = Field(default=None, gt=0, description="lr where not given")
+    weight_decay: float = Field(default=1e-4, ge=0)
+    schedule: Literal["constant", "cosine", "flat_cosine"] = "cosine"
+    flat: float = Field(default=0.5, ge=0, le=1, description="share of the run before flat_cosine falls")
+    final: float = Field(default=0.0, ge=0, le=1, description="last learning rate over lr")
+    warmup: float = Field(default=0.05, ge=0, le=1, description="share of the run")
+    warmup_steps: int = Field(default=2000, ge=0, description="at most")
+    clip_norm: float = Field(default=0.1, ge=0, description="0 for none")
+
+
+class LossSection(Section):
+    """Weights of the losses and of the matching cost."""
+
+    vfl: float = Field(default=1.0, ge=0)
+    box: float = Field(default=5.0, ge=0)
+    giou: float = Field(default=2.0, ge=0)
+    match_class: float = Field(default=2.0, ge=0)
+    match_box: float = Field(default=5.0, ge=0)
+    match_giou: float = Field(default=2.0, ge=0)
+    one_to_many: int = Field(default=8, ge=1, description="queries a target, for dense supervision")
+    dense: float = Field(default=1.0, ge=0, description="weight of dense supervision")
+
+
+class TrainSection(Section):
+    """The run."""
+
+    epochs: int = Field(ge=1)
+    batch: int = Field(ge=1, description="images per process and step")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    ema: float | None = Field(default=0.9999, gt=0, lt=1, description="largest decay; null for no average")
+    ema_warmup: int = Field(default=2000, ge=0, description="steps, at most a tenth of the run")
+    device: str = "auto"
+
+
+class EvalSection(Section):
+    """Evaluation during the run."""
+
+    every: int = Field(default=1, ge=1, description="epochs")
+    batch: int = Field(default=8, ge=1)
+    backend: Literal["hotcoco", "pycocotools"] = "hotcoco"
+    top_k: int = Field(default=300, ge=1, description="detections an image")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelSection
+    data: DataSection
+    augment: AugmentSection = Field(default_factory=AugmentSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    loss: LossSection = Field(default_factory=LossSection)
+    train: TrainSection
+    eval: EvalSection = Field(default_factory=EvalSection)
+    output: str = Field(description="the run's folder")
+    seed: int = Field(default=0, ge=0)
+
+
+def find_config(path: str | Path) -> Path:
+    """The file itself, or the one of this name among the configurations that come with the package."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    package = Path(__file__).resolve().parent
+    folders = [package / "configs", package.parent / "configs"]
+    for folder in folders:
+        for name in (path.name, f"{path.name}.yaml"):
+            if (folder / name).is_file():
+                return folder / name
+    shipped = sorted({one.name for folder in folders for one in folder.glob("*.yaml")})
+    raise UserError(f"there is no configuration {path}; give a YAML file or one of those shipped: {', '.join(shipped)}")
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run's YAML, apply ``section.key=value`` overrides and check everything.
+
+    Raises:
+        UserError: one sentence that names the file and every wrong key or value.
+    """
+    path = find_config(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise UserError(f"{path} is not valid YAML{line}; mend the file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold sections such as 'model:' and 'data:', got {type(values).__name__}")
+    for override in overrides or []:
+        apply_override(values, override)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {'; '.join(explain(problem) for problem in error.errors())}") from error
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set ``a.b=c`` in nested values; ``c`` is read as YAML, so numbers, lists and null have their types."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"cannot read the override {override!r}; write section.key=value, such as train.epochs=10")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise UserError(f"the override {override!r} goes into {parent!r}, which is no section")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of the override {override!r} is not valid YAML; quote it") from error
+
+
+def explain(problem: Any) -> str:
+    """One of pydantic's problems as a clause."""
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {place!r}{_closest(problem['loc'])}"
+    if problem["type"] == "missing":
+        return f"{place!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place!r} {message[:1].lower()}{message[1:]}, got {problem['input']!r}".replace("got None", "got nothing")
+
+
+def _closest(place: tuple[Any, ...]) -> str:
+    """`` (did you mean 'x'?)`` for an unknown key, or its section's keys."""
+    section: Any = RunConfig
+    for part in place[:-1]:
+        section = section.model_fields[part].annotation
+    keys = list(section.model_fields)
+    close = difflib.get_close_matches(str(place[-1]), keys, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(keys)})"

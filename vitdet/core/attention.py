@@ -1,0 +1,162 @@
+"""Scaled dot-product attention (arXiv 1706.03762, section 3.2): one module for self- and cross-attention.
+
+The backend is chosen in one place, :func:`scaled_dot_product_attention`; :func:`explicit_attention` spells the same maths
+out and returns the weights. A test holds them equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitdet.core.masks import causal_mask
+
+
+def additive_mask(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask (True = may attend) and an additive bias, both broadcastable to (B, H, N, M), as one term."""
+    if mask is None:
+        return bias if bias is None else bias.to(dtype)
+    forbidden = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+    return forbidden if bias is None else bias.to(dtype) + forbidden
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
+    causal: bool = False, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """softmax(q kᵀ / √D + bias) v through torch's fused kernels (flash, memory-efficient or plain).
+
+    Args:
+        q: (B, H, N, D). k, v: (B, H or fewer, M, D): key/value heads are shared by groups of query heads.
+        mask: boolean, True = may attend, broadcastable to (B, H, N, M).
+        bias: additive, broadcastable to (B, H, N, M).
+        causal: token n sees memory up to n + M - N (the last query sees everything).
+        dropout: probability of dropping a weight.
+
+    Returns:
+        (B, H, N, D).
+    """
+    if causal and (mask is not None or bias is not None or q.shape[-2] != k.shape[-2]):
+        future = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
+        mask, causal = (future if mask is None else mask & future), False
+    attn_mask = mask if bias is None else additive_mask(mask, bias, q.dtype)
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same as :func:`scaled_dot_product_attention`, step by step; also returns the weights (B, H, N, M)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5  # (B, H, N, M)
+    if causal:
+        future = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
+        mask = future if mask is None else mask & future
+    term = additive_mask(mask, bias, scores.dtype)
+    weights = (scores if term is None else scores + term).softmax(dim=-1)
+    return weights @ v, weights
+
+
+class Attention(nn.Module):
+    """Multi-head attention over (B, N, C) tokens; the memory is the tokens themselves unless another is given.
+
+    Args:
+        width: C, of queries, memory and output.
+        heads: number of query heads; must divide ``width``.
+        kv_heads: number of key/value heads (fewer: grouped-query, arXiv 2305.13245; one: multi-query). Divides ``heads``.
+        bias: whether the projections have a bias.
+        qk_norm: RMS-normalise each query and key head before the product (arXiv 2302.05442, section 2).
+        dropout: on the attention weights, in training.
+
+    ``qkv`` holds the three projections as rows of one matrix: one product when they share an input.
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, kv_heads: int | None = None, bias: bool = True,
+        qk_norm: bool = False, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if width % heads or heads % kv_heads:
+            raise ValueError(f"heads must divide the width, kv_heads the heads; got {width=}, {heads=}, {kv_heads=}")
+        self.heads, self.kv_heads, self.head_width, self.dropout = heads, kv_heads, width // heads, dropout
+        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_width, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_width, eps=1e-6) if qk_norm else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform for each of the three projections on its own, zero bias (as DETR and torch's own module)."""
+        for weight in self.qkv.weight.split(self._sizes):
+            nn.init.xavier_uniform_(weight)
+        nn.init.xavier_uniform_(self.out.weight)
+        for bias in (self.qkv.bias, self.out.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Rows of the query, key and value projections in ``qkv``."""
+        return self.heads * self.head_width, self.kv_heads * self.head_width, self.kv_heads * self.head_width
+
+    def _project(self, inputs: Tensor, first: int, last: int) -> list[Tensor]:
+        """Projections ``first`` … ``last`` (0 query, 1 key, 2 value) of one input, each (B, its heads, N, D)."""
+        sizes = self._sizes
+        rows = slice(sum(sizes[:first]), sum(sizes[: last + 1]))
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
+        joint = F.linear(inputs, self.qkv.weight[rows], bias)
+        parts = joint.split(sizes[first : last + 1], dim=-1)
+        return [part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts]  # (B, H, N, D)
+
+    def project(
+        self, tokens: Tensor, memory: Tensor | None, query_pos: Tensor | None, memory_pos: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as (B, H, N, D), sharing a product wherever two of them share their input."""
+        if memory is None and query_pos is None:
+            q, k, v = self._project(tokens, 0, 2)
+        elif memory is None:
+            # DETR adds the position to queries and keys, never to values (arXiv 2005.12872, appendix A.3).
+            q, k = self._project(tokens + query_pos, 0, 1)
+            (v,) = self._project(tokens, 2, 2)
+        else:
+            (q,) = self._project(tokens if query_pos is None else tokens + query_pos, 0, 0)
+            if memory_pos is None:
+                k, v = self._project(memory, 1, 2)
+            else:
+                (k,), (v,) = self._project(memory + memory_pos, 1, 1), self._project(memory, 2, 2)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def forward(
+        self, tokens: Tensor, memory: Tensor | None = None, *, query_pos: Tensor | None = None,
+        memory_pos: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Attend.
+
+        Args:
+            tokens: (B, N, C). memory: (B, M, C), or None for self-attention.
+            query_pos: (B, N, C), added to the queries (and, in self-attention, to the keys). memory_pos: (B, M, C), to keys.
+            mask: True = may attend; bias: added to the scores; both broadcastable to (B, H, N, M).
+            causal: no token sees a later one.
+
+        Returns:
+            (B, N, C).
+        """
+        q, k, v = self.project(tokens, memory, query_pos, memory_pos)
+        dropout = self.dropout if self.training else 0.0
+        mixed = scaled_dot_product_attention(q, k, v, mask=mask, bias=bias, causal=causal, dropout=dropout)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, N, C)
+
+    def forward_with_weights(
+        self, tokens: Tensor, memory: Tensor | None = None, *, query_pos: Tensor | None = None,
+        memory_pos: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None, causal: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """:meth:`forward` by the explicit path, without dropout, and the weights (B, H, N, M) for looking at."""
+        q, k, v = self.project(tokens, memory, query_pos, memory_pos)
+        mixed, weights = explicit_attention(q, k, v, mask=mask, bias=bias, causal=causal)
+        return self.out(mixed.transpose(1, 2).flatten(2)), weights

@@ -1,0 +1,103 @@
+"""Recognises a data set by what lies in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vitdet.data import coco, voc
+from vitdet.data.records import DetectionSet
+from vitdet.errors import UserError
+
+_COCO_NAMES = ("instances.json", "_annotations.coco.json", "annotations.json")
+_ALIASES = {"val": ("val", "valid", "validation"), "train": ("train", "training")}
+_KNOWN = (
+    "COCO JSON (annotations/instances_SPLIT.json, or SPLIT/ with a JSON file) "
+    "or Pascal VOC (Annotations/, JPEGImages/, ImageSets/Main/SPLIT.txt)"
+)
+
+
+def read_detection_set(root: str | Path, split: str) -> DetectionSet:
+    """Read one split of a COCO JSON or Pascal VOC data set.
+
+    COCO annotations are looked for as ``annotations/instances_{split}*.json``, ``annotations/{split}.json``, the same
+    in ``root`` itself, and as a JSON file in the folder ``{split}``. ``split`` may also name an annotation file
+    (``labels/first.json``, relative to ``root``), and ``root`` may be the annotation file itself.
+
+    Raises:
+        UserError: nothing there, nothing recognised, no such split, or annotations that cannot be right.
+    """
+    root = Path(root)
+    if not root.exists():
+        raise UserError(f"the data set folder {root} does not exist: check data.root")
+    if root.is_file():
+        return _read_coco_file(root, root=root.parent, split=split)
+    if split.endswith(".json"):
+        if not (root / split).is_file():
+            raise UserError(f"the annotation file {root / split} does not exist: check the split")
+        return _read_coco_file(root / split, root=root, split=Path(split).stem)
+    if (root / "Annotations").is_dir() and (root / "ImageSets" / "Main").is_dir():
+        return voc.read_voc(root, split)
+    splits = coco_splits(root)
+    if not splits:
+        raise UserError(f"no data set is recognised in {root}: it needs {_KNOWN}")
+    return _read_coco_file(_choose(splits, split, root), root=root, split=split)
+
+
+def coco_splits(root: Path) -> dict[str, Path]:
+    """The splits of a COCO layout: name -> annotation file."""
+    splits: dict[str, Path] = {}
+    for folder in (root / "annotations", root):
+        for path in sorted(folder.glob("*.json")):
+            if path.name.startswith("instances_") or (folder != root and _is_plain_name(path)) or _has_images(path):
+                splits.setdefault(path.stem.removeprefix("instances_"), path)
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path != root / "annotations"):
+        found = _annotation_file(folder)
+        if found is not None:
+            splits.setdefault(folder.name, found)
+    return splits
+
+
+def _is_plain_name(path: Path) -> bool:
+    """COCO's own ``annotations`` folder also holds captions, key points and panoptic labels: no splits."""
+    return "_" not in path.stem
+
+
+def _has_images(path: Path) -> bool:
+    """Whether ``root/NAME.json`` has its images in ``root/NAME/`` or ``root/images/NAME/``."""
+    return any((path.parent / folder / path.stem).is_dir() for folder in (".", "images"))
+
+
+def _annotation_file(folder: Path) -> Path | None:
+    """The annotation file beside a split's images: one with a customary name, else the only JSON file there."""
+    for name in _COCO_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(folder.glob("*.json"))
+    return found[0] if len(found) == 1 else None
+
+
+def _choose(splits: dict[str, Path], split: str, root: Path) -> Path:
+    """The file of ``split``: the exact name, a customary other one, or the name with a year (``train2017``)."""
+    names = _ALIASES.get(split, (split,))
+    for name in names:
+        if name in splits:
+            return splits[name]
+    dated = [name for name in splits if name.startswith(split) and name.removeprefix(split).strip("_-").isdigit()]
+    if len(dated) == 1:
+        return splits[dated[0]]
+    known = ", ".join(splits)
+    if dated:
+        raise UserError(f"split {split!r} of {root} could be {' or '.join(dated)}: give the full name")
+    raise UserError(f"{root} has no split {split!r}: its splits are {known}")
+
+
+def _read_coco_file(path: Path, *, root: Path, split: str) -> DetectionSet:
+    """Read a file whose images lie in one of the customary places around it."""
+    names = dict.fromkeys([path.stem.removeprefix("instances_"), *_ALIASES.get(split, (split,))])
+    folders = [path.parent / "images", path.parent]
+    bases = dict.fromkeys([path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent])
+    for base in bases:
+        folders += [base / place / name for name in names for place in ("images", ".")]
+        folders += [base / "images", base]
+    existing = [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+    return coco.read_coco(path, image_folders=existing, root=root, split=split)

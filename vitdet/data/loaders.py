@@ -1,0 +1,188 @@
+"""Batches: which samples an epoch takes, in which order and size, and how they become tensors.
+
+Everything is a function of (seed, epoch, batch number), so that a resumed run continues with the batch that came next.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from vitdet import boxes as box_ops
+from vitdet.data.detection import DetectionDataset, SampleKey
+from vitdet.errors import UserError
+from vitdet.structures import Targets
+
+
+class EpochBatchSampler:
+    """Yields lists of :class:`SampleKey`, one list a batch, for one rank.
+
+    Args:
+        length: number of samples in the data set, at least 1.
+        batch_size: samples a batch on each rank.
+        seed: of the order and of the sizes.
+        epoch: the first epoch; see :meth:`set_epoch`.
+        shuffle: False keeps the order of the data set, for evaluation.
+        drop_last: leave out the samples that fill no batch. A data set smaller than one batch still gives one, smaller
+            batch. False gives the last batch what is left, which on several ranks may differ in size or be none.
+        sizes: (height, width) of the images; with several, each batch draws one, the same on all ranks.
+        strong_until: the epoch from which strong augmentation is off; None for never.
+        rank, world_size: this process among those that share the epoch.
+        start_batch: first batch to yield; see :meth:`set_start`.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: int,
+        batch_size: int,
+        seed: int,
+        sizes: list[tuple[int, int]],
+        epoch: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        strong_until: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        start_batch: int = 0,
+    ) -> None:
+        if length < 1 or batch_size < 1:
+            raise ValueError(f"length and batch_size must be at least 1, got {length} and {batch_size}")
+        if not sizes:
+            raise ValueError("sizes must hold at least one (height, width)")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0…{world_size - 1}, got {rank}")
+        self.length = length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.sizes = [(int(height), int(width)) for height, width in sizes]
+        self.epoch = epoch
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.strong_until = strong_until
+        self.rank = rank
+        self.world_size = world_size
+        self.start_batch = start_batch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch, wherever this one starts."""
+        group = self.batch_size * self.world_size
+        if self.drop_last:
+            return max(self.length // group, 1)
+        full, rest = divmod(self.length, group)
+        return full + (self.rank < rest)  # the last group is dealt out one by one
+
+    def __len__(self) -> int:
+        return max(self.batches_per_epoch - self.start_batch, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of ``epoch``."""
+        self.epoch = epoch
+        self.start_batch = 0
+
+    def set_start(self, batch: int) -> None:
+        """Start the current epoch at ``batch``, to resume within it."""
+        self.start_batch = batch
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        order = np.arange(self.length)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        group = self.batch_size * self.world_size
+        if self.drop_last and self.length < group:
+            # Every rank gets the same number of samples, or gradients would wait for a batch that never comes.
+            order = np.resize(order, -(-self.length // self.world_size) * self.world_size)
+        epoch = self.epoch
+        strong = self.strong_until is None or epoch < self.strong_until
+        for batch in range(self.start_batch, self.batches_per_epoch):
+            size = self.size_of(batch, epoch)
+            indices = order[batch * group : (batch + 1) * group][self.rank :: self.world_size]
+            yield [SampleKey(int(index), epoch, size, strong) for index in indices]
+
+    def size_of(self, batch: int, epoch: int) -> tuple[int, int]:
+        """The (height, width) of a batch."""
+        if len(self.sizes) == 1:
+            return self.sizes[0]
+        return self.sizes[np.random.default_rng([self.seed, epoch, batch]).integers(len(self.sizes))]
+
+
+def collate(samples: list[tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
+    """Samples of one size to a batch.
+
+    Returns:
+        ``images`` (B, 3, h, w) uint8 RGB, ``targets`` (:class:`Targets`, ``cxcywh`` in [0, 1]), ``image_ids`` (a list),
+        ``orig_sizes`` (B, 2) int64 (height, width).
+    """
+    height, width = samples[0][0].shape[:2]
+    images = torch.empty(len(samples), 3, height, width, dtype=torch.uint8)
+    scale = torch.tensor([width, height, width, height], dtype=torch.float32)
+    boxes, labels = [], []
+    for planes, (image, target) in zip(images.numpy(), samples, strict=True):
+        if image.shape[:2] != (height, width):
+            raise ValueError(f"images of a batch must have one size, got {(height, width)} and {image.shape[:2]}")
+        for channel in range(3):  # a strided copy through numpy or torch is ten times slower
+            cv2.extractChannel(image, channel, planes[channel])
+        boxes.append(box_ops.xyxy_to_cxcywh(torch.from_numpy(target["boxes"]) / scale))
+        labels.append(torch.from_numpy(target["labels"]))
+    return {
+        "images": images,
+        "targets": Targets.from_lists(boxes, labels),
+        "image_ids": [target["image_id"] for _, target in samples],
+        "orig_sizes": torch.tensor([target["orig_size"] for _, target in samples], dtype=torch.int64),
+    }
+
+
+class Loader:
+    """A DataLoader whose workers' user errors arrive as the one sentence they are, without the worker's traceback."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_sampler = loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self.loader
+        except UserError as error:
+            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+
+
+def make_loader(
+    dataset: DetectionDataset, *, batch_sampler: EpochBatchSampler, workers: int, pin_memory: bool = False
+) -> Loader:
+    """The loader of a data set; ``workers`` processes, which live as long as it does, or 0 for none.
+
+    A cache is filled first where workers are forked, so that they share it; other workers fill their own part of it.
+    """
+    if workers and multiprocessing.get_start_method() == "fork":
+        dataset.fill_cache()
+    loader: DataLoader = DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        persistent_workers=workers > 0,
+        worker_init_fn=_start_worker,
+    )
+    return Loader(loader)
+
+
+def _start_worker(worker: int) -> None:
+    """One thread a worker: the processes are the parallelism."""
+    del worker
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, DetectionDataset):
+        info.dataset.share_cache_bound(info.num_workers)

@@ -1,0 +1,327 @@
+"""What happens to one image on its way to the model: RT-DETR's augmentation, and the resize shared by all paths.
+
+The published order is photometric distortion, zoom-out, IoU crop, flips, resize. Here the geometry is decided first, as
+one window over the image, and pixels are touched once: the part of the image inside the window is resized straight to
+its place, and the colours are distorted there. What differs is rounding; what is saved is filling a canvas of 16 times
+the image, and distorting pixels that the crop discards. Boxes are (T, 4) float32 ``xyxy`` pixels.
+Source: RT-DETR (arXiv 2304.08069), its training recipe; SSD (arXiv 1512.02325, section 2.2) for crop and zoom-out.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import cv2
+import numpy as np
+import torch
+
+Sample = tuple[np.ndarray, np.ndarray, np.ndarray]  # image (h, w, 3) uint8, boxes (T, 4) float32, labels (T,) int64
+Window = tuple[int, int, int, int]  # x0, y0, x1, y1 in the image's pixels; may reach beyond the image
+
+MAX_ZOOM_OUT = 4.0  # side of the canvas over the side of the image
+CROP_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # 1.0 stands for "no crop"
+CROP_TRIALS = 40
+
+
+class Transform(Protocol):
+    """The signature shared by training and evaluation."""
+
+    def __call__(
+        self,
+        image: np.ndarray,
+        boxes: np.ndarray,
+        labels: np.ndarray,
+        *,
+        size: tuple[int, int],
+        rng: np.random.Generator,
+        strong: bool = True,
+        composed: bool = False,
+    ) -> Sample:
+        """See :meth:`TrainTransform.__call__`."""
+        ...
+
+
+class EvalTransform:
+    """Resize, and nothing else: ``size`` (height, width) is reached by stretching, as the published models expect."""
+
+    def __call__(
+        self,
+        image: np.ndarray,
+        boxes: np.ndarray,
+        labels: np.ndarray,
+        *,
+        size: tuple[int, int],
+        rng: np.random.Generator | None = None,
+        strong: bool = False,
+        composed: bool = False,
+    ) -> Sample:
+        """The resized image and its boxes; the last three arguments belong to the shared signature."""
+        del rng, strong, composed
+        height, width = image.shape[:2]
+        image, boxes = render(image, boxes, window=(0, 0, width, height), size=size)
+        return image, boxes, labels
+
+
+class TrainTransform:
+    """Augmentation of one image, with all its randomness from the generator given to the call.
+
+    Args:
+        photometric: probability of distorting the colours; brightness, contrast, saturation, hue and order of the
+            channels are then each changed with probability 0.5.
+        zoom_out: probability of placing the image on a canvas up to 4 times its size.
+        iou_crop: probability of SSD's crop, which keeps the boxes whose centres it contains.
+        hflip, vflip: probabilities of flipping.
+        rotate90: probability of turning by 90, 180 or 270 degrees.
+        scale_jitter: range of the factor by which the image grows (above 1: a random part of it is shown) or shrinks
+            (below 1: it is placed on a canvas); log-uniform.
+        min_box_pixels: boxes with a side below this, in pixels of the crop or of the result, are dropped.
+        fill: gray level of the canvas.
+    """
+
+    def __init__(
+        self,
+        *,
+        photometric: float = 0.0,
+        zoom_out: float = 0.0,
+        iou_crop: float = 0.0,
+        hflip: float = 0.0,
+        vflip: float = 0.0,
+        rotate90: float = 0.0,
+        scale_jitter: tuple[float, float] = (1.0, 1.0),
+        min_box_pixels: float = 1.0,
+        fill: int = 0,
+    ) -> None:
+        check_probabilities(
+            photometric=photometric, zoom_out=zoom_out, iou_crop=iou_crop, hflip=hflip, vflip=vflip, rotate90=rotate90
+        )
+        if not 0 < scale_jitter[0] <= scale_jitter[1]:
+            raise ValueError(f"scale_jitter is a range (low, high) of positive factors, got {scale_jitter}")
+        self.photometric = photometric
+        self.zoom_out = zoom_out
+        self.iou_crop = iou_crop
+        self.hflip = hflip
+        self.vflip = vflip
+        self.rotate90 = rotate90
+        self.scale_jitter = scale_jitter
+        self.min_box_pixels = min_box_pixels
+        self.fill = fill
+        self._colours = _colour_pipeline() if photometric else None
+
+    def __call__(
+        self,
+        image: np.ndarray,
+        boxes: np.ndarray,
+        labels: np.ndarray,
+        *,
+        size: tuple[int, int],
+        rng: np.random.Generator,
+        strong: bool = True,
+        composed: bool = False,
+    ) -> Sample:
+        """Augment one sample.
+
+        Args:
+            image: (h, w, 3) uint8 RGB; it is not written to.
+            boxes: (T, 4) ``xyxy`` pixels within the image.
+            labels: (T,).
+            size: (height, width) of the result.
+            rng: the only source of randomness.
+            strong: False leaves out photometric distortion, zoom-out and IoU crop (the last epochs of a recipe).
+            composed: True for a mosaic, which has its own scale and crops: no second zoom-out, crop or scale jitter.
+
+        Returns:
+            The image (height, width, 3) uint8, and the T' <= T boxes (float32) and labels that are left.
+        """
+        height, width = image.shape[:2]
+        window: Window = (0, 0, width, height)
+        if not composed:
+            if strong and rng.random() < self.zoom_out:
+                window = _zoom_out(window, rng)
+            if strong and rng.random() < self.iou_crop:
+                window = _iou_crop(window, boxes, rng)
+            if self.scale_jitter != (1.0, 1.0):
+                window = _scale(window, self.scale_jitter, rng)
+            boxes, labels = _inside(boxes, labels, window, self.min_box_pixels)
+        colours = self._colours if strong and rng.random() < self.photometric else None
+        if colours is not None:
+            colours.set_random_seed(int(rng.integers(2**31)))
+        turns = int(rng.integers(1, 4)) if rng.random() < self.rotate90 else 0
+        upright = size if turns % 2 == 0 else (size[1], size[0])
+        image, boxes = render(image, boxes, window=window, size=upright, fill=self.fill, colours=colours)
+        image, boxes = _rotate90(image, boxes, turns)
+        image, boxes = _flip(image, boxes, across=rng.random() < self.hflip, down=rng.random() < self.vflip)
+        keep = _large(boxes, self.min_box_pixels)
+        return image, boxes[keep], labels[keep]
+
+
+def check_probabilities(**probabilities: float) -> None:
+    """Raise a ValueError that names the first one outside [0, 1]."""
+    for name, value in probabilities.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is a probability, got {value}")
+
+
+def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Stretch to ``size`` (height, width): bilinear, with antialiasing where it shrinks.
+
+    Equal to Pillow's ``Image.resize(..., BILINEAR)``, with which the published models were trained, to one gray level.
+    Of what holds that, torch's kernel is the fastest (640 x 480 to 320 x 256: 0.5 ms, Pillow 1.7 ms); OpenCV's linear
+    mode has no antialiasing, its area mode is another filter.
+
+    Args:
+        image: (h, w, 3) uint8.
+
+    Returns:
+        (height, width, 3) uint8, contiguous; the input itself where it already has the size.
+    """
+    if image.shape[:2] == tuple(size):
+        return image
+    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]  # (1, 3, h, w), channels last
+    planes = torch.nn.functional.interpolate(planes, size=tuple(size), mode="bilinear", antialias=True)[0]
+    return cv2.merge(list(planes.contiguous().numpy()))
+
+
+def render(
+    image: np.ndarray,
+    boxes: np.ndarray,
+    *,
+    window: Window,
+    size: tuple[int, int],
+    fill: int = 0,
+    colours: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Show a window of the image at ``size`` (height, width); beyond the image there is ``fill``.
+
+    Boxes (T, 4) follow, unclipped. ``colours`` is an albumentations transform for the pixels of the image.
+    """
+    height, width = image.shape[:2]
+    x0, y0, x1, y1 = window
+    scale_x, scale_y = size[1] / (x1 - x0), size[0] / (y1 - y0)
+    left, top, right, bottom = max(x0, 0), max(y0, 0), min(x1, width), min(y1, height)
+    if right <= left or bottom <= top:
+        return np.full((*size, 3), fill, dtype=np.uint8), boxes[:0]
+    # The place of the image in the result, in whole pixels; the boxes use the same rounded mapping as the pixels.
+    to_x0, to_x1 = _place(left - x0, right - x0, scale_x, size[1])
+    to_y0, to_y1 = _place(top - y0, bottom - y0, scale_y, size[0])
+    part = resize(image[top:bottom, left:right], (to_y1 - to_y0, to_x1 - to_x0))
+    if colours is not None:
+        part = colours(image=part)["image"]
+    factor = np.array([(to_x1 - to_x0) / (right - left), (to_y1 - to_y0) / (bottom - top)] * 2, dtype=np.float32)
+    moved = (boxes - np.array([left, top] * 2, dtype=np.float32)) * factor
+    moved = (moved + np.array([to_x0, to_y0] * 2, dtype=np.float32)).astype(np.float32)
+    if part.shape[:2] == tuple(size):
+        return np.ascontiguousarray(part), moved
+    canvas = np.full((*size, 3), fill, dtype=np.uint8)
+    canvas[to_y0:to_y1, to_x0:to_x1] = part
+    return canvas, moved
+
+
+def _place(low: int, high: int, scale: float, most: int) -> tuple[int, int]:
+    """An interval scaled and rounded, at least one pixel long and within 0…most."""
+    first = min(round(low * scale), most - 1)
+    return first, min(max(round(high * scale), first + 1), most)
+
+
+def _zoom_out(window: Window, rng: np.random.Generator) -> Window:
+    """A canvas around the window, up to ``MAX_ZOOM_OUT`` times its sides, with the window at a random place."""
+    x0, y0, x1, y1 = window
+    factor = rng.uniform(1.0, MAX_ZOOM_OUT)
+    extra_x, extra_y = int((x1 - x0) * (factor - 1)), int((y1 - y0) * (factor - 1))
+    left, top = int(extra_x * rng.random()), int(extra_y * rng.random())
+    return x0 - left, y0 - top, x1 - left + extra_x, y1 - top + extra_y
+
+
+def _iou_crop(window: Window, boxes: np.ndarray, rng: np.random.Generator) -> Window:
+    """SSD's crop: 0.3 to 1 of each side, aspect 0.5 to 2, and the best IoU with a kept box at least a drawn bound.
+
+    The trials for one bound are drawn together; without boxes no crop is valid, and the window stays.
+    """
+    x0, y0, x1, y1 = window
+    width, height = x1 - x0, y1 - y0
+    while len(boxes):
+        bound = CROP_IOUS[rng.integers(len(CROP_IOUS))]
+        if bound >= 1.0:
+            break
+        draws = rng.random((CROP_TRIALS, 4))
+        crop_w = (width * (0.3 + 0.7 * draws[:, 0])).astype(int)
+        crop_h = (height * (0.3 + 0.7 * draws[:, 1])).astype(int)
+        left = x0 + ((width - crop_w) * draws[:, 2]).astype(int)
+        top = y0 + ((height - crop_h) * draws[:, 3]).astype(int)
+        crops = np.stack([left, top, left + crop_w, top + crop_h], axis=1)  # (trials, 4)
+        # Compared as products: a side of the crop may be 0 pixels.
+        valid = (crop_w > 0) & (crop_h > 0) & (crop_w >= 0.5 * crop_h) & (crop_w <= 2.0 * crop_h)
+        valid &= _best_iou(crops, boxes) >= bound
+        if valid.any():
+            a, b, c, d = crops[int(valid.argmax())].tolist()
+            return a, b, c, d
+    return window
+
+
+def _best_iou(crops: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """For each of (n, 4) crops, its largest IoU with a box (T, 4) whose centre it contains; -1 without such a box."""
+    crops = crops[:, None].astype(np.float64)  # (n, 1, 4)
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    contained = ((centres > crops[..., :2]) & (centres < crops[..., 2:])).all(axis=-1)  # (n, T)
+    sides = np.minimum(crops[..., 2:], boxes[:, 2:]) - np.maximum(crops[..., :2], boxes[:, :2])
+    shared = sides.clip(min=0).prod(axis=-1)
+    areas = (crops[..., 2:] - crops[..., :2]).prod(axis=-1) + (boxes[:, 2:] - boxes[:, :2]).prod(axis=-1)
+    iou = shared / np.maximum(areas - shared, 1e-9)
+    return np.where(contained, iou, -1.0).max(axis=1)
+
+
+def _scale(window: Window, limits: tuple[float, float], rng: np.random.Generator) -> Window:
+    """A window smaller (the image grows) or larger by a log-uniform factor, at a random place inside or around."""
+    x0, y0, x1, y1 = window
+    factor = float(np.exp(rng.uniform(*np.log(limits))))
+    width, height = max(round((x1 - x0) / factor), 1), max(round((y1 - y0) / factor), 1)
+    left = x0 + round((x1 - x0 - width) * rng.random())
+    top = y0 + round((y1 - y0 - height) * rng.random())
+    return left, top, left + width, top + height
+
+
+def _inside(boxes: np.ndarray, labels: np.ndarray, window: Window, least: float) -> tuple[np.ndarray, np.ndarray]:
+    """The boxes whose centres lie in the window, clipped to it, and with both sides at least ``least`` pixels."""
+    low, high = np.array(window[:2], dtype=np.float32), np.array(window[2:], dtype=np.float32)
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    clipped = np.clip(boxes, np.tile(low, 2), np.tile(high, 2))
+    keep = ((centres > low) & (centres < high)).all(axis=1) & _large(clipped, least)
+    return clipped[keep], labels[keep]
+
+
+def _large(boxes: np.ndarray, least: float) -> np.ndarray:
+    """Which boxes (T, 4) have both sides at least ``least`` pixels: (T,) bool."""
+    return ((boxes[:, 2:] - boxes[:, :2]) >= least).all(axis=1)
+
+
+def _rotate90(image: np.ndarray, boxes: np.ndarray, turns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Turn image and boxes counter-clockwise by quarters."""
+    for _ in range(turns):
+        width = image.shape[1]
+        image = cv2.rotate(image, cv2.ROTATE_90_COUNTERCLOCKWISE)
+        x0, y0, x1, y1 = boxes.T
+        boxes = np.stack([y0, width - x1, y1, width - x0], axis=1)
+    return image, boxes
+
+
+def _flip(image: np.ndarray, boxes: np.ndarray, *, across: bool, down: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Mirror left-right (``across``) and top-bottom (``down``)."""
+    height, width = image.shape[:2]
+    if across:
+        image, boxes = cv2.flip(image, 1), boxes.copy()
+        boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+    if down:
+        image, boxes = cv2.flip(image, 0), boxes.copy()
+        boxes[:, [1, 3]] = height - boxes[:, [3, 1]]
+    return image, boxes
+
+
+def _colour_pipeline() -> Any:
+    """RT-DETR's photometric distortion: each property with probability 0.5."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or the import asks the network for a newer version
+    import albumentations as A
+
+    none = {"brightness": (1.0, 1.0), "contrast": (1.0, 1.0), "saturation": (1.0, 1.0), "hue": (0.0, 0.0)}
+    ranges = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
+    jitters = [A.ColorJitter(**{**none, name: limits}, p=0.5) for name, limits in ranges.items()]
+    return A.Compose([*jitters, A.ChannelShuffle(p=0.5)])

@@ -1,0 +1,32 @@
+"""Small pieces shared by query selection and decoder: the logit arithmetic of boxes and the start of the heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vitdet.core.feedforward import MLP
+
+
+def inverse_sigmoid(values: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """Logit of values in [0, 1], kept ``eps`` away from both ends."""
+    values = values.clamp(0, 1)
+    return torch.log(values.clamp(min=eps) / (1 - values).clamp(min=eps))
+
+
+def make_score_head(width: int, num_classes: int, *, prior: float = 0.01) -> nn.Linear:
+    """A linear classifier that starts by giving every class the probability ``prior`` (arXiv 1708.02002, section 3.3)."""
+    head = nn.Linear(width, num_classes)
+    nn.init.xavier_uniform_(head.weight)
+    nn.init.constant_(head.bias, -math.log((1 - prior) / prior))
+    return head
+
+
+def make_box_head(width: int) -> MLP:
+    """Three layers to 4 box logits, which start at 0: the first prediction is the reference box itself."""
+    head = MLP(width, width, 4, layers=3)
+    nn.init.zeros_(head.layers[-1].weight)
+    nn.init.zeros_(head.layers[-1].bias)
+    return head

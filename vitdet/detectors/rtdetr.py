@@ -1,0 +1,212 @@
+"""RT-DETR (arXiv 2304.08069): backbone, hybrid encoder, query selection, deformable decoder; no NMS.
+
+Differences from the published code: positions and anchors are made for the input at hand, so any height and width
+divisible by 32 works; a batch without objects builds the same graph as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vitdet.backbones.layers import ConvNorm
+from vitdet.backbones.resnet import BasicBlock, ResNet, resnet18_vd, resnet34_vd, resnet50_vd, resnet101_vd
+from vitdet.core.blocks import DecoderBlock
+from vitdet.core.deformable import DeformableAttention
+from vitdet.core.feedforward import MLP
+from vitdet.detectors.denoising import Denoising, DenoisingQueries
+from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
+from vitdet.detectors.hybrid_encoder import HybridEncoder
+from vitdet.detectors.query_selection import QuerySelection, SelectedQueries
+from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
+
+
+class RefiningDecoder(nn.Module):
+    """Deformable decoder whose every layer refines the boxes of the one before (arXiv 2010.04159, appendix A.4).
+
+    Args:
+        width: C. heads, hidden, points: of each layer. layers: L. levels: S. num_classes: K.
+    """
+
+    def __init__(
+        self, *, width: int, heads: int, hidden: int, layers: int, levels: int, points: int, num_classes: int
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DecoderBlock(
+                width, heads, hidden, activation="relu",
+                cross_attention=DeformableAttention(width, heads, levels=levels, points=points),
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+        self.query_pos = MLP(4, 2 * width, width, layers=2)
+        self.score_heads = nn.ModuleList(make_score_head(width, num_classes) for _ in range(layers))
+        self.box_heads = nn.ModuleList(make_box_head(width) for _ in range(layers))
+
+    def forward(
+        self, tokens: Tensor, box_logits: Tensor, memory: Tensor, shapes: list[tuple[int, int]], mask: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Decode.
+
+        Args:
+            tokens: (B, Q, C). box_logits: (B, Q, 4), where the queries start. memory: (B, M, C). shapes: of the levels.
+            mask: (Q, Q), True = may attend.
+
+        Returns:
+            One (logits (B, Q, K), boxes (B, Q, 4)) a layer; in evaluation the last layer's only.
+        """
+        reference = box_logits.detach().float().sigmoid()
+        outputs = []
+        for index, (layer, score_head, box_head) in enumerate(
+            zip(self.layers, self.score_heads, self.box_heads, strict=True)
+        ):
+            context = {"reference_boxes": reference, "shapes": shapes}
+            pos = self.query_pos(reference)
+            tokens = layer(tokens, memory, query_pos=pos, mask=mask, context=context)
+            boxes = (box_head(tokens).float() + inverse_sigmoid(reference)).sigmoid()
+            if self.training or index == len(self.layers) - 1:
+                outputs.append((score_head(tokens), boxes))
+            reference = boxes.detach()  # layers learn on their own; the loss sees the boxes before the cut
+        return outputs
+
+
+class RTDETR(nn.Module):
+    """The detector.
+
+    Args:
+        backbone: gives the maps, finest first, each half the size of the one before.
+        num_classes: K.
+        encoder_width, encoder_hidden, encoder_expansion, encoder_blocks: of :class:`HybridEncoder`.
+        width, heads, decoder_hidden, decoder_layers, points: of :class:`RefiningDecoder`.
+        num_queries: Q. denoising_queries, label_noise, box_noise: of :class:`Denoising`; 0 queries for none.
+        dense_supervision: additionally supervise every encoder token, several to a target ("one_to_many"), instead of
+            the selected ones one to one. It gives each image some hundred times the positive examples, which is what
+            short trainings on few images lack.
+    """
+
+    stride = 32  # height and width of the images must be divisible by it
+
+    def __init__(
+        self, backbone: nn.Module, *, num_classes: int, encoder_width: int = 256, encoder_hidden: int = 1024,
+        encoder_expansion: float = 1.0, encoder_blocks: int = 3, width: int = 256, heads: int = 8,
+        decoder_hidden: int = 1024, decoder_layers: int = 6, points: int = 4, num_queries: int = 300,
+        denoising_queries: int = 100, label_noise: float = 0.5, box_noise: float = 1.0, dense_supervision: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        channels: Sequence[int] = backbone.channels  # type: ignore[assignment]
+        self.num_classes, self.dense_supervision = num_classes, dense_supervision
+        self.backbone = backbone
+        self.encoder = HybridEncoder(
+            channels, width=encoder_width, heads=heads, hidden=encoder_hidden, expansion=encoder_expansion,
+            blocks=encoder_blocks,
+        )  # fmt: skip
+        self.memory_project = nn.ModuleList(ConvNorm(c, width, 1) for c in self.encoder.channels)
+        self.query_selection = QuerySelection(width, num_classes=num_classes, num_queries=num_queries)
+        self.denoising = (
+            Denoising(
+                width, num_classes=num_classes, queries=denoising_queries, label_noise=label_noise, box_noise=box_noise
+            )
+            if denoising_queries
+            else None
+        )
+        self.decoder = RefiningDecoder(
+            width=width, heads=heads, hidden=decoder_hidden, layers=decoder_layers, levels=len(channels),
+            points=points, num_classes=num_classes,
+        )  # fmt: skip
+
+    def forward(self, images: Tensor, targets: Targets | None = None) -> DetectorOutput:
+        """Detect.
+
+        Args:
+            images: (B, 3, h, w), normalised; h and w divisible by 32.
+            targets: in training, for the denoising queries.
+
+        Returns:
+            :class:`DetectorOutput`; ``supervised`` is filled in training.
+        """
+        if images.shape[-2] % self.stride or images.shape[-1] % self.stride:
+            raise ValueError(
+                f"height and width must be divisible by {self.stride}, got {tuple(images.shape[-2:])}; "
+                "resize or pad the images"
+            )
+        memory, shapes = self.encode(images)
+        selected = self.query_selection(memory, shapes)
+        tokens, box_logits, mask, denoising = selected.tokens, selected.box_logits, None, None
+        if self.training and self.denoising is not None and targets is not None:
+            denoising = self.denoising(targets)
+            mask = denoising.attention_mask(tokens.shape[1])
+            tokens = torch.cat([denoising.tokens.to(tokens.dtype), tokens], dim=1)
+            box_logits = torch.cat([denoising.box_logits, box_logits], dim=1)
+        layers = self.decoder(tokens, box_logits, memory, shapes, mask)
+        if not self.training:
+            logits, boxes = layers[-1]
+            return DetectorOutput(logits, boxes)
+        return self.supervise(layers, selected, denoising)
+
+    def encode(self, images: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """(B, 3, h, w) images to memory tokens (B, M, C) and the shapes of their S maps."""
+        maps = self.encoder(self.backbone(images))
+        maps = [project(one) for project, one in zip(self.memory_project, maps, strict=True)]
+        shapes = [(one.shape[-2], one.shape[-1]) for one in maps]
+        return torch.cat([one.flatten(2) for one in maps], dim=-1).transpose(1, 2), shapes
+
+    def supervise(
+        self, layers: list[tuple[Tensor, Tensor]], selected: SelectedQueries, denoising: DenoisingQueries | None
+    ) -> DetectorOutput:
+        """Name every prediction the criterion is to see."""
+        supervised: dict[str, SupervisedOutput] = {}
+        known = 0 if denoising is None else denoising.target_index.shape[1]
+        for index, (logits, boxes) in enumerate(layers):
+            supervised[f"decoder_{index}"] = SupervisedOutput(logits[:, known:], boxes[:, known:])
+            if denoising is not None:
+                supervised[f"denoising_{index}"] = SupervisedOutput(
+                    logits[:, :known], boxes[:, :known], "given", denoising.target_index, denoising.groups
+                )
+        if self.dense_supervision:
+            supervised["encoder"] = SupervisedOutput(
+                selected.all_logits, selected.all_box_logits.sigmoid(), "one_to_many"
+            )
+        else:
+            supervised["encoder"] = SupervisedOutput(selected.logits, selected.box_logits.sigmoid())
+        final = supervised[f"decoder_{len(layers) - 1}"]
+        return DetectorOutput(final.logits, final.boxes, supervised)
+
+
+def rtdetr_r18(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETR-R18: 20 M parameters, 60 GFLOPs, COCO AP 46.4 (arXiv 2304.08069, table 2 and its repository)."""
+    numbers = {"encoder_expansion": 0.5, "decoder_layers": 3}
+    return RTDETR(resnet18_vd(), num_classes=num_classes, **(numbers | overrides))
+
+
+def rtdetr_r34(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETR-R34: 31 M parameters, 92 GFLOPs, COCO AP 48.9 (the same)."""
+    numbers = {"encoder_expansion": 0.5, "decoder_layers": 4}
+    return RTDETR(resnet34_vd(), num_classes=num_classes, **(numbers | overrides))
+
+
+def rtdetr_r50_m(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETR-R50-m: 36 M parameters, 100 GFLOPs, COCO AP 51.3 (the same)."""
+    return RTDETR(resnet50_vd(), num_classes=num_classes, **({"encoder_expansion": 0.5} | overrides))
+
+
+def rtdetr_r50(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETR-R50: 42 M parameters, 136 GFLOPs, COCO AP 53.1 (arXiv 2304.08069, table 2)."""
+    return RTDETR(resnet50_vd(), num_classes=num_classes, **overrides)
+
+
+def rtdetr_r101(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETR-R101: 76 M parameters, 259 GFLOPs, COCO AP 54.3 (arXiv 2304.08069, table 2)."""
+    numbers = {"encoder_width": 384, "encoder_hidden": 2048}
+    return RTDETR(resnet101_vd(), num_classes=num_classes, **(numbers | overrides))
+
+
+def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:
+    """A small RT-DETR for small images on CPUs, ours: ≤ 4 M parameters."""
+    backbone = ResNet(depths=(1, 1, 2, 1), block=BasicBlock, stem=32, widths=(32, 64, 128, 256))
+    numbers = {
+        "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128,
+        "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "dense_supervision": True,
+    }  # fmt: skip
+    return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))

@@ -1,0 +1,34 @@
+"""Learning-rate schedules as multipliers of the base rate over a run of known length."""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = ("constant", "cosine", "flat_cosine")
+
+
+def warmup_steps(total: int, *, fraction: float, most: int) -> int:
+    """Length of a ramp: ``fraction`` of the run, at most ``most`` steps.
+
+    The published recipes ramp for a fixed 2000 iterations, longer than many a fine-tuning run lasts.
+    """
+    return min(most, round(fraction * total))
+
+
+def rate_multiplier(step: int, *, total: int, warmup: int, schedule: str, final: float = 0.0, flat: float = 0.5) -> float:
+    """What the base rate is multiplied by at optimizer step ``step`` (0 … total - 1).
+
+    Args:
+        warmup: steps of linear ramp from 1/(warmup + 1) of the rate.
+        schedule: ``constant``; ``cosine`` from the ramp's end to ``final``; ``flat_cosine``: constant for the share
+            ``flat`` of the run, then cosine to ``final``.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    start = warmup if schedule == "cosine" else max(warmup, round(flat * total))
+    if step < start:
+        return 1.0
+    progress = min(1.0, (step - start) / max(1, total - start))
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,189 @@
+"""The trainer: epochs of steps over built objects, evaluation, checkpoints.
+
+A step does not wait for the device but in the matcher: losses are summed on the device and read once an epoch, and a
+step whose gradient is not finite is skipped by the optimizer's own kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from vitdet import distributed
+from vitdet.engine.checkpoint import load_training_state, save_training_state, save_weights, write_atomically
+from vitdet.engine.ema import ExponentialMovingAverage
+from vitdet.engine.logging import RunLog, progress, say
+from vitdet.errors import UserError
+from vitdet.structures import ModelMetadata
+
+
+class EpochSampler(Protocol):
+    """What the trainer needs of the loader's batch sampler: its length, and to be put at a place in the run."""
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the batches of this epoch from now on."""
+
+
+class Trainer:
+    """Trains a detector.
+
+    Args:
+        model: called as ``model(images, targets)``. criterion: called as ``criterion(output, targets)``, gives ``total``.
+        optimizer: fused. rate: optimizer step -> multiplier of every group's learning rate.
+        loader: batches with ``images`` (uint8) and ``targets``. sampler: the loader's.
+        ema: average to evaluate and keep, or None.
+        evaluate: model -> metrics, or None. metric: the one that says which weights are best.
+        metadata: for the weights files; its preprocessing normalises the images.
+        epochs: length of the run. evaluate_every: epochs between evaluations; the last one always is.
+        clip_norm: largest gradient norm, 0 for none. autocast: dtype, or None for float32.
+        output: the run's folder, made when the first epoch is over. config: plain values, kept with the run.
+    """
+
+    def __init__(
+        self, *, model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer,
+        rate: Callable[[int], float], loader: Iterable, sampler: EpochSampler, ema: ExponentialMovingAverage | None,
+        evaluate: Callable[[nn.Module], dict[str, Any]] | None, metric: str, metadata: ModelMetadata, epochs: int,
+        evaluate_every: int, clip_norm: float, autocast: torch.dtype | None, device: torch.device, output: Path,
+        config: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.model, self.criterion, self.optimizer, self.rate = model, criterion, optimizer, rate
+        self.loader, self.sampler, self.ema = loader, sampler, ema
+        self.evaluate, self.metric, self.metadata = evaluate, metric, metadata
+        self.epochs, self.evaluate_every, self.clip_norm = epochs, evaluate_every, clip_norm
+        self.autocast, self.device, self.output, self.config = autocast, device, output, config
+        self.base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.epoch, self.step, self.best, self.seconds = 0, 0, -1.0, 0.0
+        self.skipped = torch.zeros((), device=device)
+        self.resumed = False
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without the wrapper of distributed training."""
+        return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the end and return the metrics of the best weights."""
+        log = RunLog(self.output, resume=self.resumed) if distributed.rank() == 0 else None
+        best_metrics: dict[str, Any] = dict(self.metadata.metrics)
+        while self.epoch < self.epochs:
+            losses = self.train_epoch()
+            row = {"epoch": self.epoch, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"], "loss": losses}
+            metrics: dict[str, Any] = {}
+            if self.evaluate and (self.epoch % self.evaluate_every == 0 or self.epoch == self.epochs):
+                metrics = self.evaluate(self.ema.model if self.ema else self.bare_model)
+                row["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+            if log:
+                log.write(row | {"seconds": round(self.seconds, 2), "skipped": int(self.skipped)})
+                self.report(row)
+                best_metrics = self.keep(metrics, best_metrics)
+                log.draw(metric=self.metric)
+        return best_metrics
+
+    def train_epoch(self) -> dict[str, float]:
+        """One pass over the loader; returns the mean losses, summed over the predictions by term."""
+        self.sampler.set_epoch(self.epoch)
+        self.model.train()
+        start, sums, count = time.monotonic(), {}, 0
+        title = f"epoch {self.epoch + 1}/{self.epochs}"
+        for batch in progress(self.loader, total=len(self.sampler), title=title):
+            losses = self.train_step(batch)
+            count += 1
+            for name, value in losses.items():
+                term = name.rsplit("/", 1)[-1]
+                sums[term] = sums.get(term, 0.0) + value.detach()
+        self.epoch += 1
+        self.seconds += time.monotonic() - start
+        means = {term: float(value) / max(1, count) for term, value in sums.items()}
+        if not all(torch.isfinite(torch.tensor(list(means.values())))) and int(self.skipped) >= count:
+            raise UserError(
+                f"the loss of epoch {self.epoch} is {means['total']} and {int(self.skipped)} steps were skipped; "
+                f"lower optim.lr or check the annotations"
+            )
+        return means
+
+    def train_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Forward, loss, backward, clip, step, average."""
+        images = batch["images"].to(self.device, non_blocking=True)
+        targets = batch["targets"].to(self.device, non_blocking=True)
+        images = self.metadata.preprocessing.normalize(images)
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base * self.rate(self.step)
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.model(images, targets)
+        losses = self.criterion(output, targets)
+        losses["total"].backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or float("inf"))
+        # The fused kernel leaves weights and moments alone where found_inf is 1: no wait for the device.
+        broken = (~torch.isfinite(norm)).float()
+        self.optimizer.found_inf = broken  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += broken
+        self.step += 1
+        if self.ema:
+            self.ema.update(self.bare_model)
+        return losses
+
+    def report(self, row: dict[str, Any]) -> None:
+        """One line about the epoch."""
+        line = f"epoch {row['epoch']}/{self.epochs}  loss {row['loss']['total']:.3f}  lr {row['lr']:.2e}"
+        metrics = row.get("metrics", {})
+        scores = "  ".join(f"{name} {metrics[name]:.3f}" for name in (self.metric, "AP50") if name in metrics)
+        say(f"{line}  {scores}  {self.seconds:.0f} s".replace("    ", "  "))
+
+    def keep(self, metrics: dict[str, Any], best_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Write ``best.safetensors`` where the metric is the best so far (or there is none), and ``last.pt``."""
+        score = float(metrics.get(self.metric, -1.0))
+        if (metrics and score > self.best) or (not self.evaluate and self.epoch == self.epochs):
+            self.best = max(score, self.best)
+            best_metrics = metrics
+            self.metadata.metrics = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+            save_weights(self.output / "best.safetensors", self.ema.model if self.ema else self.bare_model, self.metadata)
+        text = yaml.safe_dump(self.config, sort_keys=False)
+        write_atomically(self.output / "config.yaml", lambda temporary: temporary.write_text(text))
+        save_training_state(self.output / "last.pt", self.state())
+        return best_metrics
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on from here."""
+        return {
+            "model": self.bare_model.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "best": self.best,
+            "seconds": self.seconds,
+            "skipped": float(self.skipped),
+            "metadata": self.metadata.to_dict(),
+            "config": self.config,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+        }
+
+    def resume(self, path: Path) -> None:
+        """Take up the state of a ``last.pt``."""
+        state = load_training_state(path)
+        theirs, ours = state["metadata"], self.metadata.to_dict()
+        for key in ("name", "arguments", "class_map"):
+            if theirs[key] != ours[key]:
+                raise UserError(f"{path} is of a run with {key} {theirs[key]}, this one has {ours[key]}; start anew")
+        self.bare_model.load_state_dict(state["model"])
+        if self.ema:
+            self.ema.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.step, self.best, self.seconds = state["epoch"], state["step"], state["best"], state["seconds"]
+        self.skipped.fill_(state["skipped"])
+        self.metadata.metrics = theirs["metrics"]
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        self.resumed = True

@@ -1,0 +1,1 @@
+"""Metrics: COCO box AP and AR."""

@@ -1,0 +1,1 @@
+"""Images in, detections out: the predictor, what it writes, and how it is drawn."""

@@ -1,0 +1,1 @@
+"""Matching queries to targets, and what their mistakes cost."""

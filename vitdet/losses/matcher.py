@@ -1,0 +1,86 @@
+"""Assigning queries to targets: one to one by the Hungarian algorithm, or several to a target by the same cost.
+
+Sources: DETR (arXiv 2005.12872, section 3.1) with the focal class cost of Deformable DETR (arXiv 2010.04159).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from vitdet.boxes import cxcywh_to_xyxy, iou_and_giou
+from vitdet.structures import SupervisedOutput, Targets
+
+UNASSIGNABLE = 1e6  # stands for NaN and infinity, which scipy refuses; the trainer's own check reports them
+
+
+class HungarianMatcher:
+    """Finds each query's target.
+
+    Args:
+        class_cost, box_cost, giou_cost: weights of the three terms. alpha, gamma: of the focal class cost.
+    """
+
+    def __init__(
+        self, *, class_cost: float = 2.0, box_cost: float = 5.0, giou_cost: float = 2.0, alpha: float = 0.25,
+        gamma: float = 2.0,
+    ) -> None:  # fmt: skip
+        self.class_cost, self.box_cost, self.giou_cost = class_cost, box_cost, giou_cost
+        self.alpha, self.gamma = alpha, gamma
+
+    @torch.no_grad()
+    def cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
+        """(B, Q, K) logits and (B, Q, 4) ``cxcywh`` boxes to the cost (B, Q, T) of giving query q target t."""
+        probability = logits.float().sigmoid()
+        positive = self.alpha * (1 - probability) ** self.gamma * -(probability + 1e-8).log()
+        negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
+        index = targets.labels[:, None].expand(-1, logits.shape[1], -1)  # (B, Q, T)
+        class_cost = (positive - negative).gather(-1, index)
+        box_cost = torch.cdist(boxes.float(), targets.boxes, p=1)
+        _, giou = iou_and_giou(cxcywh_to_xyxy(boxes.float())[:, :, None], cxcywh_to_xyxy(targets.boxes)[:, None])
+        total = self.class_cost * class_cost + self.box_cost * box_cost - self.giou_cost * giou
+        return total.nan_to_num(UNASSIGNABLE, UNASSIGNABLE, UNASSIGNABLE)
+
+    @torch.no_grad()
+    def one_to_one(self, outputs: list[SupervisedOutput], targets: Targets) -> list[Tensor]:
+        """The cheapest assignment of each output on its own.
+
+        Returns:
+            For each output (B, Q) int64: the query's target, -1 for background. Of n queries and t targets of an image,
+            min(n, t) are matched. All outputs share one transfer from the device and one back.
+        """
+        if not outputs:
+            return []
+        device = outputs[0].logits.device
+        sizes = [output.logits.shape[1] for output in outputs]
+        logits = torch.cat([output.logits for output in outputs], dim=1)
+        boxes = torch.cat([output.boxes for output in outputs], dim=1)
+        index = np.full(logits.shape[:2], -1, dtype=np.int64)
+        if targets.labels.shape[1]:
+            costs = self.cost(logits, boxes, targets).cpu().numpy()  # (B, ΣQ, T)
+            counts = targets.valid.sum(1).tolist()
+            for image, count in enumerate(counts):
+                start = 0
+                for size in sizes:
+                    query, target = linear_sum_assignment(costs[image, start : start + size, :count])
+                    index[image, start + query] = target
+                    start += size
+        return list(torch.from_numpy(index).to(device).split(sizes, dim=1))
+
+    @torch.no_grad()
+    def one_to_many(self, output: SupervisedOutput, targets: Targets, *, count: int) -> Tensor:
+        """Each target takes its ``count`` cheapest queries; a query wanted by several goes to the cheapest of them.
+
+        Returns:
+            (B, Q) int64: the query's target, -1 for background. Stays on the device.
+        """
+        batch, queries = output.logits.shape[:2]
+        if not targets.labels.shape[1]:
+            return torch.full((batch, queries), -1, device=output.logits.device)
+        cost = self.cost(output.logits, output.boxes, targets)  # (B, Q, T)
+        best = cost.topk(min(count, queries), dim=1, largest=False).indices  # (B, count, T)
+        wanted = torch.zeros_like(cost, dtype=torch.bool).scatter(1, best, True) & targets.valid[:, None]
+        lowest, target = cost.masked_fill(~wanted, float("inf")).min(-1)
+        return torch.where(lowest.isfinite(), target, -1)

@@ -1,0 +1,271 @@
+"""The contracts between packages: what a batch of targets, a detector's output and a result look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitdet import boxes as box_ops
+from vitdet.drawing import draw_boxes
+
+if TYPE_CHECKING:
+    import supervision
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """Category ids of a data set <-> contiguous labels 0…K-1 <-> names; label ``i`` is ``ids[i]``, ``names[i]``."""
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.names):
+            raise ValueError(f"a class map needs as many names as ids, got {len(self.ids)} ids, {len(self.names)} names")
+        if len(set(self.ids)) != len(self.ids):
+            raise ValueError(f"category ids must be unique, got {list(self.ids)}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def label_of_id(self) -> dict[int, int]:
+        """Category id -> label."""
+        return {category: label for label, category in enumerate(self.ids)}
+
+    def to_dict(self) -> dict[str, list]:
+        """Plain lists, as stored in checkpoints."""
+        return {"ids": list(self.ids), "names": list(self.names)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, list]) -> ClassMap:
+        """The inverse of :meth:`to_dict`."""
+        return cls(ids=tuple(int(i) for i in values["ids"]), names=tuple(str(n) for n in values["names"]))
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes a model's input; it travels with the checkpoint.
+
+    Attributes:
+        size: (height, width) in pixels to which the image is stretched.
+        mean, std: per RGB channel, on the [0, 1] scale. The default leaves [0, 1] as it is, as RT-DETR does.
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """uint8 ``(B, 3, h, w)`` RGB to the float tensor the model takes, channels last: convolutions are faster so."""
+        images = images.to(torch.float32, memory_format=torch.channels_last) / 255
+        if self.mean == (0.0, 0.0, 0.0) and self.std == (1.0, 1.0, 1.0):
+            return images
+        mean = images.new_tensor(self.mean).view(3, 1, 1)
+        return (images - mean) / images.new_tensor(self.std).view(3, 1, 1)
+
+    def to_dict(self) -> dict[str, list]:
+        """Plain lists, as stored in checkpoints."""
+        return {"size": list(self.size), "mean": list(self.mean), "std": list(self.std)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
+        """The inverse of :meth:`to_dict`."""
+        height, width = values["size"]
+        return cls(size=(int(height), int(width)), mean=tuple(values["mean"]), std=tuple(values["std"]))
+
+
+@dataclass
+class Targets:
+    """Ground truth of a batch, padded to the largest number of objects T, which may be 0.
+
+    Attributes:
+        boxes: (B, T, 4) ``cxcywh`` in [0, 1]; padding is 0.
+        labels: (B, T) int64 in 0…K-1; padding is 0.
+        valid: (B, T) bool, False on padding.
+    """
+
+    boxes: Tensor
+    labels: Tensor
+    valid: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Targets:
+        """The same targets on another device."""
+        return Targets(*(t.to(device, non_blocking=non_blocking) for t in (self.boxes, self.labels, self.valid)))
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    @classmethod
+    def from_lists(cls, boxes: list[Tensor], labels: list[Tensor]) -> Targets:
+        """One (T_i, 4) ``cxcywh`` tensor and one (T_i,) tensor an image, padded to the largest T_i."""
+        most = max((len(item) for item in labels), default=0)
+        padded = cls(
+            boxes=torch.zeros(len(labels), most, 4),
+            labels=torch.zeros(len(labels), most, dtype=torch.int64),
+            valid=torch.zeros(len(labels), most, dtype=torch.bool),
+        )
+        for row, (image_boxes, image_labels) in enumerate(zip(boxes, labels, strict=True)):
+            count = len(image_labels)
+            padded.boxes[row, :count] = image_boxes
+            padded.labels[row, :count] = image_labels
+            padded.valid[row, :count] = True
+        return padded
+
+
+@dataclass
+class SupervisedOutput:
+    """One prediction that the criterion supervises: logits (B, Q, K) and boxes (B, Q, 4) ``cxcywh`` in [0, 1].
+
+    ``matching`` says how its queries find their targets:
+    ``"one_to_one"`` (Hungarian), ``"one_to_many"`` (several queries a target), or ``"given"``: then ``target_index``
+    (B, Q) holds each query's target and -1 where it is background (denoising queries know theirs).
+    ``groups`` is the number of copies of each target that the queries stand for; the loss is divided by it.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    matching: str = "one_to_one"
+    target_index: Tensor | None = None
+    groups: int = 1
+
+
+@dataclass
+class DetectorOutput:
+    """What every detector returns.
+
+    Attributes:
+        logits: (B, Q, K), before the sigmoid.
+        boxes: (B, Q, 4) ``cxcywh`` in [0, 1].
+        supervised: name -> prediction, in training only: the final one and all auxiliary ones (``decoder_0`` …,
+            ``encoder``, ``denoising_0`` …). The criterion is one loop over it.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    supervised: dict[str, SupervisedOutput] = field(default_factory=dict)
+
+
+@dataclass
+class Detections:
+    """The objects found in one image, best first.
+
+    Attributes:
+        boxes_xyxy: (N, 4) float32 CPU tensor, pixels of the original image.
+        scores: (N,) float32 in [0, 1].
+        labels: (N,) int64, contiguous.
+        names: the N class names.
+        image_size: (height, width) of the original image.
+        path: the file it came from, if any.
+        image: (height, width, 3) uint8 RGB, kept for drawing, if any.
+    """
+
+    boxes_xyxy: Tensor
+    scores: Tensor
+    labels: Tensor
+    names: list[str]
+    image_size: tuple[int, int]
+    path: Path | None = None
+    image: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.to_dict()["detections"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: ``path``, ``height``, ``width`` and a list ``detections`` of name, label, score, box."""
+        rows = zip(self.names, self.labels.tolist(), self.scores.tolist(), self.boxes_xyxy.tolist(), strict=True)
+        return {
+            "path": str(self.path) if self.path else None,
+            "height": self.image_size[0],
+            "width": self.image_size[1],
+            "detections": [{"name": n, "label": k, "score": s, "box_xyxy": b} for n, k, s, b in rows],
+        }
+
+    def to_coco(self, image_id: int, class_map: ClassMap) -> list[dict[str, Any]]:
+        """COCO result rows: ``image_id``, ``category_id``, ``bbox`` as xywh, ``score``."""
+        boxes_xywh = box_ops.xyxy_to_xywh(self.boxes_xyxy).tolist()
+        rows = zip(self.labels.tolist(), boxes_xywh, self.scores.tolist(), strict=True)
+        return [
+            {"image_id": image_id, "category_id": class_map.ids[label], "bbox": box, "score": score}
+            for label, box, score in rows
+        ]
+
+    def to_supervision(self) -> supervision.Detections:
+        """The same as a ``supervision.Detections``, with the names under ``data["class_name"]``."""
+        import supervision
+
+        return supervision.Detections(
+            xyxy=self.boxes_xyxy.numpy().astype(np.float32).reshape(-1, 4),
+            confidence=self.scores.numpy(),
+            class_id=self.labels.numpy().astype(int),
+            data={"class_name": np.array(self.names, dtype=str)},
+        )
+
+    def plot(self) -> np.ndarray:
+        """The image with boxes, names and scores drawn: (height, width, 3) uint8 RGB."""
+        image = self.image
+        if image is None:
+            image = np.full((*self.image_size, 3), 255, dtype=np.uint8)
+        captions = [f"{name} {score:.2f}" for name, score in zip(self.names, self.scores.tolist(), strict=True)]
+        return draw_boxes(image, self.boxes_xyxy.numpy(), self.labels.numpy(), captions)
+
+    def save(self, path: str | Path) -> None:
+        """Write the drawn picture, or with a ``.json`` name the values of :meth:`to_dict`."""
+        path = Path(path)
+        if path.suffix.lower() == ".json":
+            path.write_text(json.dumps(self.to_dict()))
+            return
+        from PIL import Image
+
+        Image.fromarray(self.plot()).save(path, quality=95)
+
+
+@dataclass
+class ModelMetadata:
+    """What a weights file says about itself; a loaded model carries it as ``.metadata``.
+
+    Attributes:
+        name: of the zoo's builder. arguments: the builder's, ``num_classes`` included.
+        class_map, preprocessing: what the model was trained with.
+        metrics: measured when the file was written. version: of the package that wrote it.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    class_map: ClassMap
+    preprocessing: Preprocessing
+    metrics: dict[str, float] = field(default_factory=dict)
+    version: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a file's header."""
+        return {
+            "name": self.name,
+            "arguments": self.arguments,
+            "class_map": self.class_map.to_dict(),
+            "preprocessing": self.preprocessing.to_dict(),
+            "metrics": self.metrics,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelMetadata:
+        """The inverse of :meth:`to_dict`."""
+        return cls(
+            name=str(values["name"]),
+            arguments=dict(values["arguments"]),
+            class_map=ClassMap.from_dict(values["class_map"]),
+            preprocessing=Preprocessing.from_dict(values["preprocessing"]),
+            metrics=dict(values.get("metrics", {})),
+            version=str(values.get("version", "")),
+        )
