@@ -35,8 +35,8 @@ lint: $(DEV)  ## ruff (rules and layout) and mypy
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-clean:  ## remove what the tools and runs left; .venv too
-	rm -rf $(VENV) build dist runs out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, builds and caches (runs are kept)
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find vitdet tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BASE):

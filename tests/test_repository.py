@@ -17,10 +17,11 @@ LEAVES = {"boxes", "structures", "distributed", "errors"}
 # Top-level part -> parts it may import. A dotted entry allows that one module only. "*" is everything below the top.
 MAY_IMPORT: dict[str, set[str]] = {
     "boxes": {"errors"},
-    "structures": {"boxes", "errors"},
+    "structures": {"boxes", "drawing", "errors"},
     "distributed": {"errors"},
     "errors": set(),
     "devices": {"errors"},
+    "drawing": {"boxes", "errors"},
     "core": set(),
     "backbones": {"core", "errors"},
     "detectors": {"core", "backbones"} | LEAVES,
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"errors"},
     "export": {"core", "backbones"} | LEAVES,
     "zoo": {"core", "backbones", "detectors", "classifiers", "weights", "engine.checkpoint"} | LEAVES,
-    "inference": {"data", "export", "zoo", "detectors.postprocess", "devices"} | LEAVES,
+    "inference": {"data", "export", "zoo", "detectors.postprocess", "devices", "drawing"} | LEAVES,
     "config": {"errors"},
     "build": {"*"},
     "cli": {"*"},

@@ -36,8 +36,9 @@ def test_an_evaluation_sample(make_set: MakeSet) -> None:
     record = data.records[2]
     assert np.array_equal(image, resize(decode_image(record.path), (48, 64)))
     height, width = record.size
-    assert target["boxes"] == pytest.approx(record.boxes * [64 / width, 48 / height] * 2, rel=1e-5)
-    assert target["boxes"].dtype == np.float32 and target["labels"].dtype == np.int64
+    assert target["boxes"] == pytest.approx(record.boxes * ([64 / width, 48 / height] * 2), rel=1e-5)
+    assert target["boxes"].dtype == np.float32
+    assert target["labels"].dtype == np.int64
     assert np.array_equal(target["labels"], record.labels)
     assert (target["image_id"], target["orig_size"]) == (102, record.size)
 
@@ -50,7 +51,8 @@ def test_crowd_and_empty_boxes_are_no_targets(make_set: MakeSet) -> None:
     crowd = np.array([False, True, False])
     data.records[2] = replace(record, boxes=boxes, crowd=crowd)
     _, target = DetectionDataset(data, transform=EvalTransform())[KEY]
-    assert target["labels"].tolist() == [record.labels[2]] and target["boxes"].shape == (1, 4)
+    assert target["labels"].tolist() == [record.labels[2]]
+    assert target["boxes"].shape == (1, 4)
 
 
 def test_the_key_decides(make_set: MakeSet) -> None:
@@ -74,7 +76,8 @@ def test_mixing_is_on_while_strong(make_set: MakeSet, option: str) -> None:
     image, target = mixed[KEY]
     assert image.shape == (48, 64, 3)
     assert len(target["labels"]) > 3  # one image has 3
-    assert target["image_id"] == 102 and target["orig_size"] == data.records[2].size
+    assert target["image_id"] == 102
+    assert target["orig_size"] == data.records[2].size
     with pytest.raises(ValueError, match=f"{option} is a probability, got 2"):
         DetectionDataset(data, transform=EvalTransform(), **{option: 2.0})
 

@@ -34,10 +34,12 @@ def test_it_reads_as_coco(digit_set: Path) -> None:
     assert (train.class_map.ids, train.class_map.names) == (tuple(range(1, 11)), tuple("0123456789"))
     assert train.notes == val.notes == []  # no box is empty or leaves its image
     for record in train.records:
-        assert decode_image(record.path).shape == (128, 160, 3) and record.size == (128, 160)
+        assert decode_image(record.path).shape == (128, 160, 3)
+        assert record.size == (128, 160)
         assert len(record.boxes) <= 8
     sides = np.concatenate([record.boxes[:, 2:] - record.boxes[:, :2] for record in train.records]).max(axis=1)
-    assert 16 <= sides.min() and sides.max() <= 80
+    assert sides.min() >= 16
+    assert sides.max() <= 80
 
 
 def test_boxes_are_tight() -> None:
@@ -88,7 +90,8 @@ def test_scenes_draw_from_the_scans_of_their_split(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(digits, "draw_scene", watched)
     make_digits(tmp_path / "set", train=1, val=1, size=(96, 96), classification=False)
-    assert len(pools) == 2 and not pools[0] & pools[1]
+    assert len(pools) == 2
+    assert not pools[0] & pools[1]
     assert not (tmp_path / "set" / "classification").exists()
 
 

@@ -334,7 +334,7 @@ def test_no_such_split(coco_root: Path, voc_root: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="gone does not exist: check data.root"):
+    with pytest.raises(UserError, match=r"gone does not exist: check data\.root"):
         read_detection_set(tmp_path / "gone", "train")
-    with pytest.raises(UserError, match="no data set is recognised in .*: it needs COCO JSON .* or Pascal VOC"):
+    with pytest.raises(UserError, match=r"no data set is recognised in .*: it needs COCO JSON .* or Pascal VOC"):
         read_detection_set(tmp_path, "train")

@@ -26,22 +26,22 @@ def test_awkward_images(shared_data: Path) -> None:
     """Each file of the collection has the size its manifest implies, or is a user error; nothing else happens."""
     folder = shared_data / "awkward"
     entries = json.loads((folder / "MANIFEST.json").read_text())
-    outcomes = {}
+    refusals = {}
     for entry in entries:
         name, path = entry["path"], folder / entry["path"]
         try:
             image = decode_image(path)
         except UserError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
-            outcomes[name] = "refused"
+            refusals[name] = str(error)
             continue
         width, height = entry["size"]
         size = (width, height) if (entry["orientation"] or 1) >= 5 else (height, width)
-        assert image.shape == (*size, 3) and image.dtype == np.uint8 and image.flags.c_contiguous, name
+        assert (image.shape, image.dtype) == ((*size, 3), np.uint8), name
+        assert image.flags.c_contiguous, name
         assert image_size(path) == size, name
-        outcomes[name] = "decoded"
     refused = {entry["path"] for entry in entries if entry["decode"] != "ok"} | DAMAGED_AFTER_THE_HEADER
-    assert {name for name, outcome in outcomes.items() if outcome == "refused"} == refused
+    assert refusals.keys() == refused
+    assert all(str(folder / name) in sentence and "\n" not in sentence for name, sentence in refusals.items())
     assert len(entries) > 100
 
 
@@ -150,7 +150,6 @@ def test_a_bomb_is_refused_from_its_header() -> None:
     """A header that promises 20000 x 20000 pixels, and nothing behind it."""
     picture = bytearray(encoded(Image.new("1", (8, 8)), "BMP"))
     picture[18:26] = (20000).to_bytes(4, "little") * 2
-    assert 20000 * 20000 > MAX_PIXELS
     with pytest.raises(UserError, match=f"more than {MAX_PIXELS} pixels|more than {MAX_PIXELS}: shrink it"):
         decode_image(bytes(picture))
 

@@ -53,7 +53,9 @@ def test_resize_is_pillows(size: tuple[int, int]) -> None:
     image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     ours = resize(image, size)
     theirs = np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
-    assert ours.shape == theirs.shape and ours.dtype == np.uint8 and ours.flags.c_contiguous
+    assert ours.shape == theirs.shape
+    assert ours.dtype == np.uint8
+    assert ours.flags.c_contiguous
     assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= 1
 
 
@@ -82,9 +84,13 @@ def test_without_options_training_is_evaluation() -> None:
 def test_boxes_follow_the_pixels(option: str) -> None:
     results = draws(TrainTransform(**{option: 1.0}))
     for image, boxes, labels in results:
-        assert image.shape == (*SIZE, 3) and image.flags.c_contiguous
-        assert boxes.dtype == np.float32 and len(boxes) == len(labels) > 0
-        assert boxes.min() >= 0 and (boxes[:, 2] <= SIZE[1]).all() and (boxes[:, 3] <= SIZE[0]).all()
+        assert image.shape == (*SIZE, 3)
+        assert image.flags.c_contiguous
+        assert boxes.dtype == np.float32
+        assert len(boxes) == len(labels) > 0
+        assert boxes.min() >= 0
+        assert (boxes[:, 2] <= SIZE[1]).all()
+        assert (boxes[:, 3] <= SIZE[0]).all()
         assert_boxes_fit(image, boxes, labels)
     assert any(not np.array_equal(image, resize(squares()[0], SIZE)) for image, _, _ in results)
 
@@ -93,8 +99,8 @@ def test_scale_jitter_both_ways() -> None:
     sides = []
     for image, boxes, labels in draws(TrainTransform(scale_jitter=(0.5, 2.0)), 60, size=(120, 200)):
         assert_boxes_fit(image, boxes, labels)
-        inner = [box for box in boxes if box.min() > 1 and box[2] < 199 and box[3] < 119]
-        sides += [(box[2] - box[0]) for box, label in zip(boxes, labels, strict=True) if label == 0 and len(inner) == 3]
+        first = boxes[labels == 0]
+        sides += [box[2] - box[0] for box in first if box.min() > 1 and box[2] < 199 and box[3] < 119]
     assert min(sides) < 30 < 45 < max(sides)  # it is 40 wide
 
 
@@ -120,7 +126,8 @@ def test_rotate90_turns_each_way() -> None:
 def test_zoom_out_covers_its_range() -> None:
     """The image takes between 1/16 and all of the area, and the rest is the fill."""
     shares = [float((image != 7).any(axis=2).mean()) for image, _, _ in draws(TrainTransform(zoom_out=1.0, fill=7), 60)]
-    assert min(shares) < 0.1 and max(shares) > 0.7
+    assert min(shares) < 0.1
+    assert max(shares) > 0.7
     assert all(len(boxes) == 3 for _, boxes, _ in draws(TrainTransform(zoom_out=1.0), 60))
 
 
@@ -131,8 +138,10 @@ def test_iou_crop_keeps_what_it_promises() -> None:
     whole = sum(window == (0, 0, 200, 120) for window in windows)
     assert 10 < whole < 150  # one bound in seven, and small boxes seldom allow 0.7 or 0.9
     for x0, y0, x1, y1 in windows:
-        assert 0 <= x0 < x1 <= 200 and 0 <= y0 < y1 <= 120
-        assert x1 - x0 >= 0.3 * 200 - 1 and y1 - y0 >= 0.3 * 120 - 1
+        assert 0 <= x0 < x1 <= 200
+        assert 0 <= y0 < y1 <= 120
+        assert x1 - x0 >= 0.3 * 200 - 1
+        assert y1 - y0 >= 0.3 * 120 - 1
         assert 0.5 <= (x1 - x0) / (y1 - y0) <= 2 or (x1 - x0, y1 - y0) == (200, 120)
         centres = (boxes[:, :2] + boxes[:, 2:]) / 2
         assert ((centres > [x0, y0]) & (centres < [x1, y1])).all(axis=1).any()
@@ -146,7 +155,7 @@ def test_best_iou() -> None:
 
 
 def test_crop_drops_by_centre_and_clips() -> None:
-    image, boxes, labels = squares()
+    image, _, _ = squares()
     for result, moved, kept in draws(TrainTransform(iou_crop=1.0), 40, size=(120, 200)):
         assert set(kept.tolist()) <= {0, 1, 2}
         assert result.shape == image.shape
@@ -159,7 +168,8 @@ def test_tiny_boxes_are_dropped() -> None:
     image, _, _ = squares()
     boxes = np.array([[10, 10, 12, 50], [20, 20, 60, 60]], dtype=np.float32)
     _, kept, labels = TrainTransform()(image, boxes, np.array([4, 5]), size=(30, 50), rng=np.random.default_rng(0))
-    assert labels.tolist() == [5] and len(kept) == 1
+    assert labels.tolist() == [5]
+    assert len(kept) == 1
     tolerant = TrainTransform(min_box_pixels=0.1)
     assert len(tolerant(image, boxes, np.array([4, 5]), size=(30, 50), rng=np.random.default_rng(0))[1]) == 2
 
@@ -169,9 +179,24 @@ def test_photometric_changes_colours_only() -> None:
     changed = 0
     for result, moved, kept in draws(TrainTransform(photometric=1.0), 20, size=(120, 200)):
         changed += not np.array_equal(result, image)
-        assert np.array_equal(moved, boxes) and np.array_equal(kept, labels)
+        assert np.array_equal(moved, boxes)
+        assert np.array_equal(kept, labels)
     assert changed >= 15  # nothing is drawn once in 32
     assert all(np.array_equal(result, image) for result, _, _ in draws(TrainTransform(), 3, size=(120, 200)))
+
+
+def test_photometric_steps_are_independent() -> None:
+    """Each acts half of the time, and not all together: contrast and channel order are seen apart and both."""
+    image, boxes, labels = squares()
+    image[:5] = 90  # a gray edge shows brightness and contrast only
+    seen = set()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        result, _, _ = TrainTransform(photometric=1.0)(image, boxes, labels, size=(120, 200), rng=rng)
+        brighter = abs(int(result[0, 0, 0]) - 90) > 1
+        swapped = bool((result[25, 20].argmax(), result[60, 100].argmax()) != (0, 1))
+        seen.add((brighter, swapped))
+    assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 
 def test_the_canvas_is_not_distorted() -> None:
@@ -180,7 +205,8 @@ def test_the_canvas_is_not_distorted() -> None:
         assert (image == 0).all(axis=2).any()
     everything = TrainTransform(photometric=1.0, zoom_out=1.0, iou_crop=1.0, hflip=0.5, vflip=0.5, rotate90=0.5)
     for image, boxes, _ in draws(everything, 40):
-        assert image.shape == (*SIZE, 3) and len(boxes) > 0
+        assert image.shape == (*SIZE, 3)
+        assert len(boxes) > 0
 
 
 def test_without_objects() -> None:
@@ -192,7 +218,9 @@ def test_without_objects() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         result, boxes, labels = everything(image, none, np.zeros(0, dtype=np.int64), size=SIZE, rng=rng)
-        assert result.shape == (*SIZE, 3) and boxes.shape == (0, 4) and labels.shape == (0,)
+        assert result.shape == (*SIZE, 3)
+        assert boxes.shape == (0, 4)
+        assert labels.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +268,9 @@ def test_the_source_is_left_alone() -> None:
 def test_render_beside_the_image() -> None:
     image, boxes, _ = squares()
     result, moved = render(image, boxes, window=(300, 300, 400, 400), size=(5, 6), fill=3)
-    assert (result == 3).all() and result.shape == (5, 6, 3) and moved.shape == (0, 4)
+    assert (result == 3).all()
+    assert result.shape == (5, 6, 3)
+    assert moved.shape == (0, 4)
 
 
 @pytest.mark.parametrize(

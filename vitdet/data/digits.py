@@ -90,6 +90,9 @@ def make_digits(
     try:
         _write_set(partial, scans, labels, parameters)
         partial.replace(root)
+    except OSError:
+        if not _is_complete(root, parameters):  # else another process was quicker
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return f"wrote {train} + {val} digit scenes of {height} x {width} pixels to {root}"

@@ -154,7 +154,9 @@ class Loader:
         try:
             yield from self.loader
         except UserError as error:
-            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from error
+            sentence = str(error).rpartition("UserError: ")[2].strip()
+            # Its traceback holds the iterator in a reference cycle, and collected as one, workers take 5 s to stop.
+            raise UserError(sentence) from error.with_traceback(None)
 
 
 def make_loader(
@@ -164,6 +166,7 @@ def make_loader(
 
     A cache is filled first where workers are forked, so that they share it; other workers fill their own part of it.
     """
+    cv2.setNumThreads(0)  # its own pool of threads would compete with torch's; the work here is too small for it
     if workers and multiprocessing.get_start_method() == "fork":
         dataset.fill_cache()
     loader: DataLoader = DataLoader(
@@ -181,7 +184,7 @@ def make_loader(
 def _start_worker(worker: int) -> None:
     """One thread a worker: the processes are the parallelism."""
     del worker
-    cv2.setNumThreads(0)
+    cv2.setNumThreads(0)  # a spawned worker has not seen the call above
     torch.set_num_threads(1)
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, DetectionDataset):

@@ -10,6 +10,7 @@ Source: RT-DETR (arXiv 2304.08069), its training recipe; SSD (arXiv 1512.02325, 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import cv2
@@ -106,7 +107,7 @@ class TrainTransform:
         self.scale_jitter = scale_jitter
         self.min_box_pixels = min_box_pixels
         self.fill = fill
-        self._colours = _colour_pipeline() if photometric else None
+        self._colours = _colour_transforms() if photometric else []
 
     def __call__(
         self,
@@ -143,14 +144,14 @@ class TrainTransform:
             if self.scale_jitter != (1.0, 1.0):
                 window = _scale(window, self.scale_jitter, rng)
             boxes, labels = _inside(boxes, labels, window, self.min_box_pixels)
-        colours = self._colours if strong and rng.random() < self.photometric else None
-        if colours is not None:
-            colours.set_random_seed(int(rng.integers(2**31)))
+        distort = strong and rng.random() < self.photometric
         turns = int(rng.integers(1, 4)) if rng.random() < self.rotate90 else 0
         upright = size if turns % 2 == 0 else (size[1], size[0])
-        image, boxes = render(image, boxes, window=window, size=upright, fill=self.fill, colours=colours)
+        recolour = (lambda pixels: _distort(pixels, self._colours, rng)) if distort else None
+        image, boxes = render(image, boxes, window=window, size=upright, fill=self.fill, recolour=recolour)
         image, boxes = _rotate90(image, boxes, turns)
         image, boxes = _flip(image, boxes, across=rng.random() < self.hflip, down=rng.random() < self.vflip)
+        boxes = np.clip(boxes, 0, np.array([size[1], size[0]] * 2, dtype=np.float32))  # rounding may exceed by 1e-5
         keep = _large(boxes, self.min_box_pixels)
         return image, boxes[keep], labels[keep]
 
@@ -189,11 +190,11 @@ def render(
     window: Window,
     size: tuple[int, int],
     fill: int = 0,
-    colours: Any = None,
+    recolour: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Show a window of the image at ``size`` (height, width); beyond the image there is ``fill``.
 
-    Boxes (T, 4) follow, unclipped. ``colours`` is an albumentations transform for the pixels of the image.
+    Boxes (T, 4) follow, unclipped. ``recolour`` is applied to the pixels of the image, not to the fill.
     """
     height, width = image.shape[:2]
     x0, y0, x1, y1 = window
@@ -205,8 +206,8 @@ def render(
     to_x0, to_x1 = _place(left - x0, right - x0, scale_x, size[1])
     to_y0, to_y1 = _place(top - y0, bottom - y0, scale_y, size[0])
     part = resize(image[top:bottom, left:right], (to_y1 - to_y0, to_x1 - to_x0))
-    if colours is not None:
-        part = colours(image=part)["image"]
+    if recolour is not None:
+        part = recolour(part)
     factor = np.array([(to_x1 - to_x0) / (right - left), (to_y1 - to_y0) / (bottom - top)] * 2, dtype=np.float32)
     moved = (boxes - np.array([left, top] * 2, dtype=np.float32)) * factor
     moved = (moved + np.array([to_x0, to_y0] * 2, dtype=np.float32)).astype(np.float32)
@@ -316,12 +317,20 @@ def _flip(image: np.ndarray, boxes: np.ndarray, *, across: bool, down: bool) -> 
     return image, boxes
 
 
-def _colour_pipeline() -> Any:
-    """RT-DETR's photometric distortion: each property with probability 0.5."""
+def _colour_transforms() -> list[Any]:
+    """The five steps of RT-DETR's photometric distortion."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or the import asks the network for a newer version
     import albumentations as A
 
     none = {"brightness": (1.0, 1.0), "contrast": (1.0, 1.0), "saturation": (1.0, 1.0), "hue": (0.0, 0.0)}
     ranges = {"brightness": (0.875, 1.125), "contrast": (0.5, 1.5), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
-    jitters = [A.ColorJitter(**{**none, name: limits}, p=0.5) for name, limits in ranges.items()]
-    return A.Compose([*jitters, A.ChannelShuffle(p=0.5)])
+    return [*(A.ColorJitter(**{**none, name: limits}, p=1) for name, limits in ranges.items()), A.ChannelShuffle(p=1)]
+
+
+def _distort(image: np.ndarray, steps: list[Any], rng: np.random.Generator) -> np.ndarray:
+    """Each step with probability 0.5, and with its own seed: a ``Compose`` would give all of them the same draws."""
+    for step in steps:
+        if rng.random() < 0.5:
+            step.set_random_seed(int(rng.integers(2**31)))
+            image = step(image=image)["image"]
+    return image

@@ -1,0 +1,129 @@
+"""ResNet-vd: published sizes, torchvision's blocks with the same weights, any image size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet as reference
+
+from vitdet.backbones.layers import ConvNorm
+from vitdet.backbones.resnet import (
+    BasicBlock,
+    Bottleneck,
+    ResNet,
+    resnet18_vd,
+    resnet34_vd,
+    resnet50_vd,
+    resnet101_vd,
+)
+
+# Variants C and D replace the 7×7 convolution of the stem (3·64·49 weights) and its norm by three 3×3 and theirs.
+STEM = (3 * 32 + 32 * 32 + 32 * 64) * 9 + 2 * (32 + 32 + 64) - (3 * 64 * 49 + 2 * 64)
+
+
+@pytest.mark.parametrize(
+    ("build", "weights", "width", "extra"),
+    [
+        # The first stage of R18 and R34 projects 64 to 64 channels; torchvision's doesn't.
+        (resnet18_vd, reference.ResNet18_Weights, 512, 64 * 64 + 2 * 64),
+        (resnet34_vd, reference.ResNet34_Weights, 512, 64 * 64 + 2 * 64),
+        (lambda: resnet50_vd(frozen_norm=False), reference.ResNet50_Weights, 2048, 0),
+        (lambda: resnet101_vd(frozen_norm=False), reference.ResNet101_Weights, 2048, 0),
+    ],
+    ids=["r18", "r34", "r50", "r101"],
+)
+def test_as_many_parameters_as_published(build: Callable[[], ResNet], weights, width: int, extra: int) -> None:
+    with torch.device("meta"):
+        model = build()
+    classifier = width * 1000 + 1000
+    expected = weights.IMAGENET1K_V1.meta["num_params"] - classifier + STEM + extra
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert model.channels[-1] == width
+
+
+def tiny(**options) -> ResNet:
+    return ResNet(depths=(1, 1, 1, 1), stem=8, widths=(4, 8, 12, 16), **({"block": BasicBlock} | options))
+
+
+@pytest.mark.parametrize(("block", "expansion"), [(BasicBlock, 1), (Bottleneck, 4)])
+@pytest.mark.parametrize("out_stages", [(1, 2, 3), (0, 3)])
+def test_maps_are_as_announced(block, expansion: int, out_stages: tuple[int, ...]) -> None:
+    model = tiny(block=block, out_stages=out_stages)
+    assert model.channels == [(4, 8, 12, 16)[stage] * expansion for stage in out_stages]
+    assert model.strides == [(4, 8, 16, 32)[stage] for stage in out_stages]
+    for height, width in [(64, 96), (65, 97), (33, 40)]:
+        maps = model(torch.randn(2, 3, height, width))
+        shapes = [tuple(one.shape) for one in maps]
+        assert shapes == [
+            (2, c, -(-height // s), -(-width // s)) for c, s in zip(model.channels, model.strides, strict=True)
+        ]
+
+
+def units(module: nn.Module) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
+    return [(m.conv, m.norm) for m in module.modules() if isinstance(m, ConvNorm)]
+
+
+def copy_units(ours: list[tuple[nn.Module, nn.Module]], theirs: list[tuple[nn.Module, nn.Module]]) -> None:
+    for (conv, norm), (their_conv, their_norm) in zip(ours, theirs, strict=True):
+        nn.init.normal_(conv.weight, std=0.3)
+        for value in (norm.weight, norm.bias, norm.running_mean):
+            nn.init.normal_(value)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        their_conv.load_state_dict(conv.state_dict())
+        their_norm.load_state_dict(norm.state_dict())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_blocks_equal_torchvision(kind: str, stride: int) -> None:
+    """Theirs with variant D's shortcut: the average pool before the projection."""
+    ours = (BasicBlock if kind == "basic" else Bottleneck)(6, 4, stride=stride, first=True).eval()
+    projection = [nn.Conv2d(6, 4 * ours.expansion, 1, bias=False), nn.BatchNorm2d(4 * ours.expansion)]
+    pool = [nn.AvgPool2d(2, 2)] if stride == 2 else []
+    shortcut = nn.Sequential(*pool, *projection)
+    theirs = (reference.BasicBlock if kind == "basic" else reference.Bottleneck)(6, 4, stride, shortcut).eval()
+    numbers = (1, 2) if kind == "basic" else (1, 2, 3)
+    their_units = [(getattr(theirs, f"conv{i}"), getattr(theirs, f"bn{i}")) for i in numbers]
+    copy_units(units(ours.convs), their_units)
+    copy_units(units(ours.shortcut), [(projection[0], projection[1])])
+    maps = torch.randn(2, 6, 8, 10)
+    torch.testing.assert_close(ours(maps), theirs(maps), rtol=1e-5, atol=1e-5)
+
+
+def test_later_blocks_add_their_input() -> None:
+    block, maps = BasicBlock(4, 4, stride=1, first=False).eval(), torch.randn(1, 4, 5, 5)
+    nn.init.zeros_(block.convs[1].norm.weight)
+    assert torch.equal(block(maps), maps.relu())
+
+
+@pytest.mark.parametrize("frozen_norm", [False, True])
+def test_statistics_move_only_where_not_frozen(frozen_norm: bool) -> None:
+    model, images = tiny(frozen_norm=frozen_norm).train(), torch.randn(2, 3, 64, 64)
+
+    def statistics() -> Tensor:
+        return torch.cat([b for name, b in model.named_buffers() if "running" in name])
+
+    before = statistics().clone()
+    outputs = model(images)
+    assert torch.equal(statistics(), before) == frozen_norm
+    same = all(torch.equal(a, b) for a, b in zip(outputs, model.eval()(images), strict=True))
+    assert same == frozen_norm
+    names = [name for name, _ in model.named_parameters()]
+    assert all(name.endswith("conv.weight") for name in names) == frozen_norm
+
+
+def test_large_published_models_are_frozen_unless_asked() -> None:
+    with torch.device("meta"):
+        assert not any(isinstance(m, nn.BatchNorm2d) for m in resnet50_vd().modules())
+        assert any(isinstance(m, nn.BatchNorm2d) for m in resnet18_vd().modules())
+
+
+def test_convolutions_start_with_he_deviation() -> None:
+    model = ResNet(depths=(1, 1, 1, 1), block=BasicBlock)
+    weight = model.stages[3][0].convs[1].conv.weight  # 512 to 512, 3×3
+    assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+    wider = model.stages[3][0].convs[0].conv.weight  # 256 to 512: the outgoing connections count
+    assert wider.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)

@@ -1,0 +1,164 @@
+"""Deformable attention: a plain loop, maps whose samples are known, and the published module."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitdet.core.deformable import DeformableAttention, sample_levels
+
+SHAPES = [(3, 5), (2, 2), (1, 4)]
+TOKENS = 15 + 4 + 4
+
+
+def bilinear(plane: list[list[float]], x: float, y: float) -> float:
+    """``plane[row][column]`` at (x, y) in [0, 1]; cell centres stand at (i + 0.5) / size; outside is 0."""
+    height, width = len(plane), len(plane[0])
+    column, row = x * width - 0.5, y * height - 0.5
+    total = 0.0
+    for i in (math.floor(row), math.floor(row) + 1):
+        for j in (math.floor(column), math.floor(column) + 1):
+            if 0 <= i < height and 0 <= j < width:
+                total += plane[i][j] * (1 - abs(row - i)) * (1 - abs(column - j))
+    return total
+
+
+def reference(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    batch, queries, heads, levels, points = weights.shape
+    depth = value.shape[-1]
+    result = torch.zeros(batch, queries, heads * depth, dtype=value.dtype)
+    for b, q, h, d in torch.cartesian_prod(*map(torch.arange, (batch, queries, heads, depth))).tolist():
+        start = 0
+        for level in range(levels):
+            height, width = SHAPES[level]
+            plane = value[b, start : start + height * width, h, d].view(height, width).tolist()
+            start += height * width
+            for p in range(points):
+                x, y = locations[b, q, h, level, p].tolist()
+                result[b, q, h * depth + d] += weights[b, q, h, level, p] * bilinear(plane, x, y)
+    return result
+
+
+def samples(batch: int, queries: int, heads: int, depth: int, points: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random value, locations (some of them outside the maps) and weights."""
+    value = torch.randn(batch, TOKENS, heads, depth, dtype=torch.float64)
+    locations = torch.rand(batch, queries, heads, len(SHAPES), points, 2, dtype=torch.float64) * 1.6 - 0.3
+    weights = torch.rand(batch, queries, heads, len(SHAPES), points, dtype=torch.float64)
+    return value, locations, weights
+
+
+def test_sampling_equals_a_plain_loop() -> None:
+    value, locations, weights = samples(batch=2, queries=3, heads=2, depth=2, points=4)
+    expected = reference(value, locations, weights)
+    assert expected.abs().min() > 1e-3
+    torch.testing.assert_close(sample_levels(value, SHAPES, locations, weights), expected, rtol=0, atol=1e-12)
+
+
+def test_sampling_gradients() -> None:
+    inputs = samples(batch=1, queries=2, heads=2, depth=1, points=2)
+    for one in inputs:
+        one.requires_grad_()
+    assert torch.autograd.gradcheck(lambda v, x, w: sample_levels(v, SHAPES, x, w), inputs)
+
+
+def bare(width: int, heads: int, points: int, levels: int = len(SHAPES)) -> DeformableAttention:
+    """Values and output pass through unchanged, the weights are equal, the offsets are the biases alone."""
+    module = DeformableAttention(width, heads, levels=levels, points=points)
+    for layer in (module.value, module.out):
+        nn.init.eye_(layer.weight)
+    return module
+
+
+def coordinates(shapes: list[tuple[int, int]]) -> Tensor:
+    """(1, M, 2): every token holds its own (x, y), so that a bilinear sample inside gives its location."""
+    levels = []
+    for height, width in shapes:
+        y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
+        levels.append(torch.stack([x, y], -1).flatten(0, 1))
+    return torch.cat(levels)[None]
+
+
+@pytest.mark.parametrize("points", [1, 4])
+def test_an_offset_of_all_points_reaches_the_edge(points: int) -> None:
+    module = bare(2, 1, points, levels=2)
+    with torch.no_grad():
+        module.offsets.bias.copy_(torch.tensor([1.0, -1.0]).mul(points).repeat(2 * points))
+    boxes = torch.tensor([[[0.5, 0.4, 0.3, 0.2], [0.3, 0.6, 0.2, 0.5]]])
+    shapes = [(20, 30), (40, 10)]
+    found = module(torch.zeros(1, 2, 2), coordinates(shapes), reference_boxes=boxes, shapes=shapes)
+    # right and upper edges
+    torch.testing.assert_close(found, torch.tensor([[[0.65, 0.3], [0.4, 0.35]]]), rtol=0, atol=1e-5)
+
+
+def test_heads_read_their_own_channels_and_offsets() -> None:
+    module = bare(4, 2, 1, levels=1)
+    with torch.no_grad():
+        module.offsets.bias.copy_(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    memory = coordinates([(20, 20)]).repeat(1, 1, 2)
+    boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4]]])
+    found = module(torch.zeros(1, 1, 4), memory, reference_boxes=boxes, shapes=[(20, 20)])
+    torch.testing.assert_close(found, torch.tensor([[[0.6, 0.5, 0.5, 0.7]]]), rtol=0, atol=1e-5)
+
+
+def test_a_constant_map_gives_its_value() -> None:
+    module = DeformableAttention(8, 2, levels=3, points=3)
+    for layer in (module.weights, module.value, module.out):
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    tokens, constant = torch.randn(2, 5, 8), torch.randn(2, 1, 8)
+    boxes = torch.tensor([0.5, 0.5, 0.2, 0.2]).expand(2, 5, 4)
+    shapes = [(16, 16), (12, 20), (9, 9)]
+    found = module(tokens, constant.expand(2, 256 + 240 + 81, 8), reference_boxes=boxes, shapes=shapes)
+    torch.testing.assert_close(found, module.out(module.value(constant)).expand(2, 5, 8), rtol=0, atol=1e-4)
+
+
+def test_beyond_the_image_is_nothing() -> None:
+    module = bare(2, 1, 1, levels=1)
+    boxes = torch.tensor([[[3.0, 0.5, 0.1, 0.1]]])
+    found = module(torch.zeros(1, 1, 2), torch.ones(1, 16, 2), reference_boxes=boxes, shapes=[(4, 4)])
+    assert found.tolist() == [[[0.0, 0.0]]]
+
+
+def test_equal_to_the_published_module() -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    from transformers.models.rt_detr.modeling_rt_detr import RTDetrMultiscaleDeformableAttention
+
+    config = transformers.RTDetrConfig(d_model=32, num_feature_levels=3)
+    theirs = RTDetrMultiscaleDeformableAttention(config, num_heads=4, n_points=2)
+    ours = DeformableAttention(32, 4, levels=3, points=2)
+    names = {"offsets": "sampling_offsets", "weights": "attention_weights", "value": "value_proj", "out": "output_proj"}
+    for mine, other in names.items():
+        layer = getattr(ours, mine)
+        nn.init.normal_(layer.weight, std=0.2)
+        nn.init.normal_(layer.bias)
+        getattr(theirs, other).load_state_dict(layer.state_dict())
+    tokens, pos, memory = torch.randn(2, 7, 32), torch.randn(2, 7, 32), torch.randn(2, TOKENS, 32)
+    boxes = torch.rand(2, 7, 4)
+    expected, _ = theirs(
+        tokens, encoder_hidden_states=memory, position_embeddings=pos, reference_points=boxes[:, :, None],
+        spatial_shapes=torch.tensor(SHAPES), spatial_shapes_list=SHAPES,
+    )  # fmt: skip
+    found = ours(tokens, memory, reference_boxes=boxes, shapes=SHAPES, query_pos=pos)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_starts_as_published() -> None:
+    """Eight heads look along the eight directions of the compass, point p at distance p + 1 (Deformable DETR, A.4)."""
+    module = DeformableAttention(16, 8, levels=2, points=3)
+    compass = torch.tensor([[1, 0], [1, 1], [0, 1], [-1, 1], [-1, 0], [-1, -1], [0, -1], [1, -1]])
+    start = module.offsets.bias.view(8, 2, 3, 2)
+    for level in range(2):
+        for point in range(3):
+            torch.testing.assert_close(start[:, level, point], compass * (point + 1.0), rtol=0, atol=1e-5)
+    for zero in (module.offsets.weight, module.weights.weight, module.weights.bias, module.value.bias, module.out.bias):
+        assert zero.abs().max() == 0
+    assert 0.3 < module.value.weight.abs().max() <= (6 / 32) ** 0.5
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match=r"heads must divide the width, got width=10, heads=4"):
+        DeformableAttention(10, 4, levels=1, points=1)

@@ -1,0 +1,290 @@
+"""The trainer's promises, on a toy model: what is skipped, kept, resumed and written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitdet.engine.checkpoint import read_weights
+from vitdet.engine.ema import ExponentialMovingAverage
+from vitdet.engine.optim import make_optimizer
+from vitdet.engine.trainer import Trainer
+from vitdet.errors import UserError
+from vitdet.structures import ClassMap, ModelMetadata, Preprocessing, Targets
+
+STEPS = 3  # an epoch
+
+
+class ToyModel(nn.Module):
+    """Mean colours to a number, with a random draw in each step as denoising queries make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, images: Tensor, targets: Targets) -> Tensor:
+        del targets
+        return self.head(self.dropout(images.mean((2, 3))))
+
+
+class ToyCriterion(nn.Module):
+    """Pulls the output to 3; gives NaN in the steps (counted from 0) named."""
+
+    def __init__(self, broken: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.broken, self.step = broken, 0
+
+    def forward(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
+        del targets
+        value = ((output - 3) ** 2).mean() * (math.nan if self.step in self.broken else 1.0)
+        self.step += 1
+        terms = {f"decoder_{layer}/{name}": value for layer in (0, 1) for name in ("vfl", "box", "giou")}
+        return terms | {"total": torch.stack(list(terms.values())).sum()}
+
+
+class ToySampler:
+    """Remembers the epochs it was put at."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def make_batches() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "images": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8, generator=generator),
+            "targets": Targets.from_lists([torch.zeros(0, 4)] * 2, [torch.zeros(0, dtype=torch.int64)] * 2),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def make_trainer(
+    output: Path, *, broken: tuple[int, ...] = (), scores: list[float] | None = None, epochs: int = 3, every: int = 1,
+    ema: bool = True, clip_norm: float = 0.0, rate: Callable[[int], float] = lambda step: 1.0, name: str = "toy",
+) -> Trainer:  # fmt: skip
+    """A trainer whose evaluations give ``scores`` in turn."""
+    torch.manual_seed(1)
+    model = ToyModel()
+    given = iter(scores or [])
+    return Trainer(
+        model=model, criterion=ToyCriterion(broken), rate=rate, loader=make_batches(), sampler=ToySampler(),
+        optimizer=make_optimizer(model, lr=0.01, backbone_lr=0.01, weight_decay=0.0),
+        ema=ExponentialMovingAverage(model, decay=0.5, warmup=1) if ema else None,
+        evaluate=(lambda model: {"AP": next(given), "AP50": 0.5, "per_class": {}}) if scores else None, metric="AP",
+        metadata=ModelMetadata(name, {"num_classes": 1}, ClassMap((4,), ("x",)), Preprocessing((8, 8))), epochs=epochs,
+        evaluate_every=every, clip_norm=clip_norm, autocast=None, device=torch.device("cpu"), output=output,
+        config={"seed": 1},
+    )  # fmt: skip
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """The log's rows; NaN and Infinity are no JSON and are refused."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in metrics.jsonl")
+
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_a_run_writes_its_files(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", scores=[0.1, 0.3, 0.2])
+    metrics = trainer.fit()
+    assert metrics == {"AP": 0.3, "AP50": 0.5, "per_class": {}}
+    names = {"config.yaml", "metrics.jsonl", "curves.png", "last.pt", "best.safetensors"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+    assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1\n"
+    rows = rows_of(tmp_path / "run")
+    assert [(row["epoch"], row["step"], row["skipped"]) for row in rows] == [(1, 3, 0), (2, 6, 0), (3, 9, 0)]
+    assert [row["metrics"] for row in rows] == [{"AP": score, "AP50": 0.5} for score in (0.1, 0.3, 0.2)]
+    assert trainer.sampler.epochs == [0, 1, 2]
+
+
+def test_losses_are_epoch_means_summed_by_term(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, epochs=1)
+    totals: list[float] = []
+    trainer.criterion.register_forward_hook(lambda module, inputs, losses: totals.append(float(losses["total"])))
+    losses = trainer.train_epoch()
+    assert losses["total"] == pytest.approx(sum(totals) / STEPS)
+    assert losses["vfl"] == pytest.approx(losses["total"] / 3)  # two predictions with three equal terms each
+    assert losses.keys() == {"total", "vfl", "box", "giou"}
+
+
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, broken=(1,), ema=False)
+    first, second, third = trainer.loader
+    trainer.train_step(first)
+    before, moments = weights(trainer.model), trainer.optimizer.state_dict()["state"]
+    kept = {index: {key: value.clone() for key, value in state.items()} for index, state in moments.items()}
+    trainer.train_step(second)
+    assert equal(weights(trainer.model), before)
+    for index, state in trainer.optimizer.state_dict()["state"].items():
+        assert equal(state, kept[index]), "moments or step counts moved"
+    assert (int(trainer.skipped), trainer.step) == (1, 2)
+    trainer.train_step(third)
+    assert not equal(weights(trainer.model), before)
+    assert int(trainer.skipped) == 1
+
+
+def test_skipped_steps_are_counted_and_the_log_stays_json(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, broken=(1, 3), epochs=2)
+    trainer.fit()
+    assert [row["skipped"] for row in rows_of(tmp_path)] == [1, 2]
+    assert (tmp_path / "curves.png").is_file()
+
+
+def test_a_bad_step_now_and_then_does_not_end_the_run(tmp_path: Path) -> None:
+    """One in each of four epochs of three steps: more in all than an epoch has, but never a whole epoch."""
+    trainer = make_trainer(tmp_path, broken=(0, 3, 6, 9), epochs=4)
+    trainer.fit()
+    assert (trainer.epoch, int(trainer.skipped)) == (4, 4)
+
+
+def test_an_epoch_of_bad_steps_ends_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", broken=(0, 1, 2), epochs=2)
+    with pytest.raises(UserError, match=r"the loss of epoch 1 is nan and 3 steps were skipped; lower optim\.lr or check"):
+        trainer.fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_rate_multiplies_every_groups_own(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, rate=lambda step: (step + 1) / 10)
+    trainer.base_rates = [0.5, 0.25]
+    seen = []
+    for batch in trainer.loader:
+        trainer.train_step(batch)
+        seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+    assert seen == [pytest.approx([0.05, 0.025]), pytest.approx([0.1, 0.05]), pytest.approx([0.15, 0.075])]
+
+
+@pytest.mark.parametrize(("clip_norm", "expected"), [(0.1, 0.1), (0.0, None)])
+def test_gradients_are_clipped(tmp_path: Path, clip_norm: float, expected: float | None) -> None:
+    trainer = make_trainer(tmp_path, clip_norm=clip_norm)
+    norms: list[float] = []
+
+    def record(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+
+    trainer.optimizer.register_step_pre_hook(record)
+    trainer.train_step(trainer.loader[0])
+    assert norms[0] == pytest.approx(expected, rel=1e-3) if expected else norms[0] > 1
+
+
+def test_evaluation_comes_every_few_epochs_and_at_the_end(tmp_path: Path) -> None:
+    make_trainer(tmp_path, scores=[0.1, 0.2, 0.3], epochs=5, every=2).fit()
+    assert [row["epoch"] for row in rows_of(tmp_path) if "metrics" in row] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("ema", [True, False])
+def test_the_best_weights_are_kept(tmp_path: Path, ema: bool) -> None:
+    """Those of the second epoch, of the average where there is one."""
+    trainer = make_trainer(tmp_path, scores=[0.1, 0.5, 0.3], ema=ema)
+    evaluate, evaluated = trainer.evaluate, []
+
+    def watch(model: nn.Module) -> dict[str, Any]:
+        assert model is (trainer.ema.model if trainer.ema else trainer.model)
+        evaluated.append(weights(model))
+        return evaluate(model)
+
+    trainer.evaluate = watch
+    trainer.fit()
+    metadata, state = read_weights(tmp_path / "best.safetensors")
+    assert equal(state, evaluated[1])
+    assert not equal(state, evaluated[2])
+    assert metadata.metrics == {"AP": 0.5, "AP50": 0.5}
+    assert metadata.class_map == ClassMap((4,), ("x",))
+
+
+def test_a_run_without_evaluation_keeps_its_last_weights(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ema=False)
+    assert trainer.fit() == {}
+    assert equal(read_weights(tmp_path / "best.safetensors")[1], weights(trainer.model))
+
+
+def test_a_validation_set_without_objects_still_gives_weights(tmp_path: Path) -> None:
+    """COCO's AP is then -1."""
+    metrics = make_trainer(tmp_path, scores=[-1.0, -1.0, -1.0]).fit()
+    assert metrics["AP"] == -1.0
+    assert (tmp_path / "best.safetensors").is_file()
+
+
+def test_resuming_is_bit_equal(tmp_path: Path) -> None:
+    scores = [0.1, 0.4, 0.3, 0.2]
+    whole = make_trainer(tmp_path / "whole", scores=scores, epochs=4)
+    whole.fit()
+    first = make_trainer(tmp_path / "parts", scores=scores[:2], epochs=4)
+    first.epochs = 2
+    first.fit()
+    second = make_trainer(tmp_path / "parts", scores=scores[2:], epochs=4)
+    torch.manual_seed(99)  # a new process starts elsewhere
+    second.resume(tmp_path / "parts" / "last.pt")
+    assert (second.epoch, second.step, second.best) == (2, 2 * STEPS, 0.4)
+    metrics = second.fit()
+    assert second.sampler.epochs == [2, 3]
+    assert equal(weights(second.model), weights(whole.model))
+    assert equal(weights(second.ema.model), weights(whole.ema.model))
+    for index, state in whole.optimizer.state_dict()["state"].items():
+        assert equal(state, second.optimizer.state_dict()["state"][index])
+    drop = {"seconds"}
+    assert [{k: v for k, v in row.items() if k not in drop} for row in rows_of(tmp_path / "parts")] == [
+        {k: v for k, v in row.items() if k not in drop} for row in rows_of(tmp_path / "whole")
+    ]
+    assert metrics["AP"] == 0.4  # the best is from before the break
+    assert read_weights(tmp_path / "parts" / "best.safetensors")[0].metrics["AP"] == 0.4
+
+
+def test_resuming_counts_skipped_steps_on(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, broken=(1,), epochs=2)
+    trainer.epochs = 1
+    trainer.fit()
+    again = make_trainer(tmp_path, epochs=2)
+    again.resume(tmp_path / "last.pt")
+    again.fit()
+    assert [row["skipped"] for row in rows_of(tmp_path)] == [1, 1]
+
+
+def test_another_models_state_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, epochs=1).fit()
+    other = make_trainer(tmp_path, name="rtdetr_r18")
+    before = weights(other.model)
+    with pytest.raises(UserError, match=r"last\.pt is of a run with name toy, this one has rtdetr_r18; start anew$"):
+        other.resume(tmp_path / "last.pt")
+    assert equal(weights(other.model), before)
+
+
+def test_an_error_in_the_first_epoch_leaves_no_folder(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", scores=[0.1])
+
+    def fail(model: nn.Module) -> dict[str, Any]:
+        raise UserError("no")
+
+    trainer.evaluate = fail
+    with pytest.raises(UserError, match=r"^no$"):
+        trainer.fit()
+    assert not (tmp_path / "run").exists()
