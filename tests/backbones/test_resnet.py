@@ -45,13 +45,14 @@ def test_as_many_parameters_as_published(build: Callable[[], ResNet], weights, w
 
 
 def tiny(**options) -> ResNet:
-    return ResNet(depths=(1, 1, 1, 1), stem=8, widths=(4, 8, 12, 16), **({"block": BasicBlock} | options))
+    numbers = {"block": BasicBlock, "stem": (4, 4, 8)}
+    return ResNet(depths=(1, 1, 1, 1), widths=(4, 8, 12, 16), **(numbers | options))
 
 
 @pytest.mark.parametrize(("block", "expansion"), [(BasicBlock, 1), (Bottleneck, 4)])
-@pytest.mark.parametrize("out_stages", [(1, 2, 3), (0, 3)])
-def test_maps_are_as_announced(block, expansion: int, out_stages: tuple[int, ...]) -> None:
-    model = tiny(block=block, out_stages=out_stages)
+@pytest.mark.parametrize(("stem", "out_stages"), [((4, 4, 8), (1, 2, 3)), ((4, 6), (0, 3))])
+def test_maps_are_as_announced(block, expansion: int, stem: tuple[int, ...], out_stages: tuple[int, ...]) -> None:
+    model = tiny(block=block, stem=stem, out_stages=out_stages)
     assert model.channels == [(4, 8, 12, 16)[stage] * expansion for stage in out_stages]
     assert model.strides == [(4, 8, 16, 32)[stage] for stage in out_stages]
     for height, width in [(64, 96), (65, 97), (33, 40)]:

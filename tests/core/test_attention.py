@@ -111,6 +111,28 @@ def test_fused_equals_explicit(case: dict[str, bool], memory: int, kv_heads: int
     assert torch.equal(weights > 0, allowed)
 
 
+@pytest.mark.parametrize("learning", [True, False])
+@pytest.mark.parametrize(
+    "case", [CASES["plain"], CASES["mask and bias"], CASES["causal"]], ids=["plain", "mask", "causal"]
+)
+def test_half_precision_is_as_exact_as_its_numbers(case: dict[str, bool], learning: bool) -> None:
+    """Whichever path bfloat16 takes, within a few of its steps of 1/256."""
+    q = torch.randn(2, 4, 40, 8, dtype=torch.bfloat16, requires_grad=learning)
+    k, v = (torch.randn(2, 2, 40, 8, dtype=torch.bfloat16) for _ in range(2))
+    options = {
+        "mask": (torch.rand(2, 1, 40, 40) < 0.6) | torch.eye(40, dtype=torch.bool) if case.get("mask") else None,
+        "bias": torch.randn(4, 40, 40) if case.get("bias") else None,
+        "causal": case.get("causal", False),
+    }
+    found = scaled_dot_product_attention(q, k, v, **options)
+    assert found.dtype == torch.bfloat16
+    expected, _ = explicit_attention(q.double(), k.double(), v.double(), **options)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.04)
+    assert expected.std() > 0.2
+    dropped = scaled_dot_product_attention(q, k, v, dropout=0.5)
+    assert (dropped.double() - explicit_attention(q.double(), k.double(), v.double())[0]).abs().max() > 0.2
+
+
 def test_bias_multiplies_the_odds() -> None:
     """softmax(s + ln 3) gives three times the odds; a bias of one value for all changes nothing."""
     q, k, v = (torch.randn(1, 1, 4, 2, dtype=DOUBLE) for _ in range(3))

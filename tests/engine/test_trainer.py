@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitdet.engine.checkpoint import read_weights
 from vitdet.engine.ema import ExponentialMovingAverage
+from vitdet.engine.logging import RunLog
 from vitdet.engine.optim import make_optimizer
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
@@ -61,6 +62,13 @@ class ToySampler:
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture takes longer than all else here; two tests look at it."""
+    if "files" not in request.node.name and "skipped" not in request.node.name:
+        monkeypatch.setattr(RunLog, "draw", lambda self, *, metric: None)
 
 
 def make_batches() -> list[dict[str, Any]]:
@@ -127,7 +135,7 @@ def test_a_run_writes_its_files(tmp_path: Path) -> None:
 def test_losses_are_epoch_means_summed_by_term(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, epochs=1)
     totals: list[float] = []
-    trainer.criterion.register_forward_hook(lambda module, inputs, losses: totals.append(float(losses["total"])))
+    trainer.criterion.register_forward_hook(lambda module, inputs, losses: totals.append(losses["total"].item()))
     losses = trainer.train_epoch()
     assert losses["total"] == pytest.approx(sum(totals) / STEPS)
     assert losses["vfl"] == pytest.approx(losses["total"] / 3)  # two predictions with three equal terms each

@@ -64,9 +64,7 @@ def test_equal_to_the_published_matcher() -> None:
     theirs = RTDetrHungarianMatcher(transformers.RTDetrConfig())
     counts = [7, 0, 40, 1]
     output, targets = prediction(4, 30, 6), random_targets(counts, 6)
-    labels = [
-        {"class_labels": targets.labels[i, :n], "boxes": targets.boxes[i, :n]} for i, n in enumerate(counts)
-    ]
+    labels = [{"class_labels": targets.labels[i, :n], "boxes": targets.boxes[i, :n]} for i, n in enumerate(counts)]
     expected = theirs({"logits": output.logits, "pred_boxes": output.boxes}, labels)
     [found] = HungarianMatcher().one_to_one([output], targets)
     assert found.dtype == torch.int64
@@ -125,10 +123,10 @@ def test_one_to_many_by_plain_loops(queries: int, count: int) -> None:
     for image, targets_here in enumerate(counts):
         wanted: dict[int, list[int]] = {}
         for t in range(targets_here):
-            for q in sorted(range(queries), key=lambda q: cost[image][q][t])[:count]:  # noqa: B023
+            for q in sorted(range(queries), key=lambda q: cost[image][q][t])[:count]:
                 wanted.setdefault(q, []).append(t)
         for q, wanting in wanted.items():
-            expected[image][q] = min(wanting, key=lambda t: cost[image][q][t])  # noqa: B023
+            expected[image][q] = min(wanting, key=lambda t: cost[image][q][t])
     found = matcher.one_to_many(output, targets, count=count)
     assert found.tolist() == expected
     assert any(len(set(row)) > 1 for row in expected)

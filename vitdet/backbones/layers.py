@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -22,6 +23,17 @@ class ConvNorm(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         """(B, C_in, h, w) to (B, C_out, ⌈h/stride⌉, ⌈w/stride⌉)."""
         return self.activation(self.norm(self.conv(maps)))
+
+
+def dense_gradient(maps: Tensor) -> Tensor:
+    """The same maps; in the backward pass their gradient is laid out anew, without gaps.
+
+    The gradient of a concatenation's part is a view with gaps, on which the CPU's batch-norm backward takes 36 ms
+    instead of 2 for 8×128×32×40 values.
+    """
+    if maps.requires_grad and maps.device.type == "cpu":
+        maps.register_hook(lambda gradient: gradient.contiguous(memory_format=torch.channels_last))
+    return maps
 
 
 def freeze_batch_norms(module: nn.Module) -> None:

@@ -60,30 +60,39 @@ class Bottleneck(nn.Module):
         return F.relu(self.convs(maps) + self.shortcut(maps))
 
 
+def make_stem(widths: Sequence[int]) -> nn.Sequential:
+    """3×3 convolutions of these widths to a quarter of the image's size.
+
+    The first strides. With three (variant C) a max pool follows; with two the second strides instead: most of a small
+    network's time goes into the maps of half the image's size.
+    """
+    if len(widths) == 2:
+        first = ConvNorm(3, widths[0], 3, stride=2, activation="relu")
+        return nn.Sequential(first, ConvNorm(widths[0], widths[1], 3, stride=2, activation="relu"))
+    convs = [ConvNorm(3, widths[0], 3, stride=2, activation="relu")]
+    convs += [ConvNorm(a, b, 3, activation="relu") for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    return nn.Sequential(*convs, nn.MaxPool2d(3, 2, 1))
+
+
 class ResNet(nn.Module):
     """ResNet-vd giving the maps of its last stages.
 
     Args:
         depths: blocks in each stage; stage i has stride 4·2^i.
         block: :class:`BasicBlock` or :class:`Bottleneck`.
-        stem: channels after the stem. widths: inner width of each stage's blocks.
+        stem: see :func:`make_stem`. widths: inner width of each stage's blocks.
         out_stages: indices of the stages whose maps are given.
         frozen_norm: fixed batch-norm statistics and scales.
     """
 
     def __init__(
-        self, *, depths: Sequence[int], block: type[BasicBlock] | type[Bottleneck], stem: int = 64,
+        self, *, depths: Sequence[int], block: type[BasicBlock] | type[Bottleneck], stem: Sequence[int] = (32, 32, 64),
         widths: Sequence[int] = (64, 128, 256, 512), out_stages: Sequence[int] = (1, 2, 3), frozen_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.stem = nn.Sequential(
-            ConvNorm(3, stem // 2, 3, stride=2, activation="relu"),
-            ConvNorm(stem // 2, stem // 2, 3, activation="relu"),
-            ConvNorm(stem // 2, stem, 3, activation="relu"),
-            nn.MaxPool2d(3, 2, 1),
-        )
+        self.stem = make_stem(stem)
         self.stages = nn.ModuleList()
-        width_in = stem
+        width_in = stem[-1]
         for index, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             blocks = []
             for position in range(depth):

@@ -40,6 +40,9 @@ def scaled_dot_product_attention(
     if causal and (mask is not None or bias is not None or q.shape[-2] != k.shape[-2]):
         future = causal_mask(q.shape[-2], k.shape[-2], device=q.device)
         mask, causal = (future if mask is None else mask & future), False
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and not (causal or dropout):
+        # The fused kernel's backward is slow there: 8×4 heads of 300 tokens take 32 ms, 17 ms as two matrix products.
+        return explicit_attention(q, k, v, mask=mask, bias=bias)[0]
     attn_mask = mask if bias is None else additive_mask(mask, bias, q.dtype)
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitdet.backbones.layers import ACTIVATIONS, ConvNorm
+from vitdet.backbones.layers import ACTIVATIONS, ConvNorm, dense_gradient
 from vitdet.core.blocks import EncoderBlock
 from vitdet.core.positions import sinusoidal_2d
 
@@ -80,7 +80,7 @@ class HybridEncoder(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """(B, C_s, h/2^s, w/2^s) maps to (B, C, h/2^s, w/2^s) maps, finest first. Any h and w that halve evenly."""
-        maps = [project(one) for project, one in zip(self.project, maps, strict=True)]
+        maps = [dense_gradient(project(one)) for project, one in zip(self.project, maps, strict=True)]
         maps[-1] = self.attend_within(maps[-1])
         coarse = maps[-1]
         fused: list[Tensor] = []

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vitdet.backbones.layers import ConvNorm
+from vitdet.backbones.layers import ConvNorm, dense_gradient
 from vitdet.backbones.resnet import BasicBlock, ResNet, resnet18_vd, resnet34_vd, resnet50_vd, resnet101_vd
 from vitdet.core.blocks import DecoderBlock
 from vitdet.core.deformable import DeformableAttention
@@ -148,7 +148,7 @@ class RTDETR(nn.Module):
     def encode(self, images: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         """(B, 3, h, w) images to memory tokens (B, M, C) and the shapes of their S maps."""
         maps = self.encoder(self.backbone(images))
-        maps = [project(one) for project, one in zip(self.memory_project, maps, strict=True)]
+        maps = [dense_gradient(project(one)) for project, one in zip(self.memory_project, maps, strict=True)]
         shapes = [(one.shape[-2], one.shape[-1]) for one in maps]
         return torch.cat([one.flatten(2) for one in maps], dim=-1).transpose(1, 2), shapes
 
@@ -204,9 +204,9 @@ def rtdetr_r101(num_classes: int, **overrides) -> RTDETR:
 
 def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:
     """A small RT-DETR for small images on CPUs, ours: ≤ 4 M parameters."""
-    backbone = ResNet(depths=(1, 1, 2, 1), block=BasicBlock, stem=32, widths=(32, 64, 128, 256))
+    backbone = ResNet(depths=(1, 1, 2, 1), block=BasicBlock, stem=(16, 32), widths=(32, 64, 128, 256))
     numbers = {
-        "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128,
-        "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "dense_supervision": True,
+        "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128, "heads": 4,
+        "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "denoising_queries": 50, "dense_supervision": True,
     }  # fmt: skip
     return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))

@@ -1,0 +1,237 @@
+"""RT-DETR as a whole: published sizes, any image, any targets, and who learns from whom."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitdet.detectors import rtdetr
+from vitdet.detectors.rtdetr import RTDETR, rtdetr_nano
+from vitdet.losses.criterion import Criterion
+from vitdet.losses.matcher import HungarianMatcher
+from vitdet.structures import DetectorOutput, Targets
+
+Build = Callable[..., RTDETR]
+Boxes = Callable[..., Tensor]
+
+
+def make_targets(random_boxes: Boxes, *counts: int, classes: int = 3) -> Targets:
+    return Targets.from_lists([random_boxes(n) for n in counts], [torch.randint(classes, (n,)) for n in counts])
+
+
+@pytest.mark.parametrize(
+    ("build", "millions"),
+    [
+        (rtdetr.rtdetr_r18, 20),
+        (rtdetr.rtdetr_r34, 31),
+        (rtdetr.rtdetr_r50_m, 36),
+        (rtdetr.rtdetr_r50, 42),
+        (rtdetr.rtdetr_r101, 76),
+    ],
+    ids=["r18", "r34", "r50_m", "r50", "r101"],
+)
+def test_published_numbers_of_parameters(build: Build, millions: int) -> None:
+    """In whole millions, rounded down, as the paper's table and its repository have them."""
+    with torch.device("meta"):
+        model = build(80)
+    assert sum(p.numel() for p in model.parameters()) // 1_000_000 == millions
+
+
+def test_nano_is_small() -> None:
+    with torch.device("meta"):
+        assert 2e6 < sum(p.numel() for p in rtdetr_nano(80).parameters()) <= 4e6
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (32, 96), (160, 64)])
+def test_any_size_divisible_by_32(height: int, width: int, lively: Build) -> None:
+    model, images = lively().eval(), torch.randn(2, 3, height, width)
+    tokens = height * width // 64 + height * width // 256 + height * width // 1024
+    output = model(images)
+    assert output.logits.shape == (2, min(100, tokens), 3)
+    assert output.boxes.shape == (2, min(100, tokens), 4)
+    assert output.boxes.min() >= 0
+    assert output.boxes.max() <= 1
+    assert output.boxes.std(1).min() > 0.01
+    assert output.supervised == {}
+
+
+@pytest.mark.parametrize(("height", "width"), [(65, 64), (64, 80)])
+def test_other_sizes_are_refused(height: int, width: int, small: Build) -> None:
+    message = rf"must be divisible by 32, got \({height}, {width}\); resize or pad the images"
+    with pytest.raises(ValueError, match=message):
+        small()(torch.randn(1, 3, height, width))
+
+
+def test_memory_holds_the_maps_row_by_row(lively: Build) -> None:
+    model, images = lively().eval(), torch.randn(1, 3, 64, 96)
+    memory, shapes = model.encode(images)
+    assert shapes == [(8, 12), (4, 6), (2, 3)]
+    maps = model.encoder(model.backbone(images))
+    start = 0
+    for project, one, (height, width) in zip(model.memory_project, maps, shapes, strict=True):
+        expected = project(one)
+        for y, x in [(0, 0), (1, 2), (height - 1, 0)]:
+            torch.testing.assert_close(memory[:, start + y * width + x], expected[:, :, y, x])
+        start += height * width
+    assert memory.shape == (1, start, 128)
+
+
+# Counts of objects in the two images of a batch. All of them must leave the same graph: processes that train together
+# wait for one another's gradients.
+CASES = {"two and five": (2, 5), "one image empty": (0, 3), "all empty": (0, 0), "crowded": (300, 1)}
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+@pytest.mark.parametrize("counts", CASES.values(), ids=CASES.keys())
+def test_every_parameter_learns(counts: tuple[int, int], dense: bool, lively: Build, random_boxes: Boxes) -> None:
+    model = lively(dense_supervision=dense).train()
+    targets = make_targets(random_boxes, *counts)
+    output = model(torch.randn(2, 3, 64, 96), targets)
+    Criterion(matcher=HungarianMatcher())(output, targets)["total"].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if sum(counts):
+            assert parameter.grad.abs().max() > 0, name
+    queries = {5: 200, 3: 198, 0: 200, 300: 600}[max(counts)]
+    assert all(output.supervised[f"denoising_{i}"].logits.shape == (2, queries, 3) for i in range(3))
+
+
+def test_one_class(lively: Build, random_boxes: Boxes) -> None:
+    model, targets = lively(num_classes=1).train(), make_targets(random_boxes, 2, 0, classes=1)
+    output = model(torch.randn(2, 3, 64, 64), targets)
+    assert output.logits.shape == (2, 84, 1)
+    Criterion(matcher=HungarianMatcher())(output, targets)["total"].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+def test_what_the_criterion_is_shown(dense: bool, small: Build, random_boxes: Boxes) -> None:
+    model = small(dense_supervision=dense, denoising_queries=6, num_queries=50).train()
+    targets = make_targets(random_boxes, 2, 1)
+    output = model(torch.randn(2, 3, 64, 64), targets)
+    supervised = output.supervised
+    decoder, denoising = [f"decoder_{i}" for i in range(3)], [f"denoising_{i}" for i in range(3)]
+    assert set(supervised) == {*decoder, *denoising, "encoder"}
+    for name in decoder:
+        assert supervised[name].matching == "one_to_one"
+        assert supervised[name].logits.shape == (2, 50, 3)
+    for name in denoising:
+        one = supervised[name]
+        assert (one.matching, one.groups, one.logits.shape) == ("given", 3, (2, 12, 3))
+        assert one.target_index.tolist() == [[0, 1, -1, -1] * 3, [0, -1, -1, -1] * 3]
+    assert supervised["encoder"].matching == ("one_to_many" if dense else "one_to_one")
+    assert supervised["encoder"].logits.shape == (2, 84 if dense else 50, 3)
+    assert output.logits is supervised["decoder_2"].logits
+    assert output.boxes is supervised["decoder_2"].boxes
+
+
+@pytest.mark.parametrize("options", [{"denoising_queries": 0}, {}], ids=["none built", "no targets"])
+def test_without_denoising(options: dict[str, int], small: Build, random_boxes: Boxes) -> None:
+    model = small(**options).train()
+    assert (model.denoising is None) == bool(options)
+    targets = make_targets(random_boxes, 2, 1) if options else None
+    output = model(torch.randn(2, 3, 64, 64), targets)
+    assert set(output.supervised) == {"decoder_0", "decoder_1", "decoder_2", "encoder"}
+
+
+def decoded(output: DetectorOutput) -> dict[str, Tensor]:
+    """The predictions of the object queries."""
+    rest = {name: one for name, one in output.supervised.items() if not name.startswith("denoising")}
+    return {f"{name} {kind}": getattr(one, kind) for name, one in rest.items() for kind in ("logits", "boxes")}
+
+
+def test_object_queries_learn_nothing_of_the_truth(
+    lively: Build, random_boxes: Boxes, train_with_fixed_norms: Callable[[nn.Module], None]
+) -> None:
+    model, images = lively(), torch.randn(2, 3, 64, 96)
+    train_with_fixed_norms(model)
+    with torch.no_grad():
+        outputs = [model(images, make_targets(random_boxes, *counts)) for counts in [(2, 5), (2, 5), (0, 0), (60, 1)]]
+        without = decoded(model(images))
+    for output in outputs:
+        for name, value in decoded(output).items():
+            torch.testing.assert_close(value, without[name], rtol=1e-4, atol=1e-5, msg=name)
+    first, second = (output.supervised["denoising_2"].logits for output in outputs[:2])
+    assert (first - second).abs().max() > 0.01
+
+
+def test_denoising_queries_do_read_the_image(
+    lively: Build, random_boxes: Boxes, train_with_fixed_norms: Callable[[nn.Module], None]
+) -> None:
+    model, targets = lively(label_noise=0.0, box_noise=0.0), make_targets(random_boxes, 2)
+    train_with_fixed_norms(model)
+    with torch.no_grad():
+        first, second = (model(torch.randn(1, 3, 64, 64), targets).supervised["denoising_0"] for _ in range(2))
+    assert (first.logits - second.logits).abs().max() > 1e-3
+    # Nothing was spoilt, so both copies of a target in all groups are one query, and groups do not disturb one another.
+    rows = first.boxes[0].view(100, 2, 4)
+    torch.testing.assert_close(rows, rows[:1].expand(100, 2, 4), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_gives_the_last_layer_of_training(
+    lively: Build, random_boxes: Boxes, train_with_fixed_norms: Callable[[nn.Module], None]
+) -> None:
+    model, images = lively(), torch.randn(2, 3, 64, 96)
+    train_with_fixed_norms(model)
+    with torch.no_grad():
+        trained = model(images, make_targets(random_boxes, 3, 1))
+        expected = model.eval()(images)
+    torch.testing.assert_close(trained.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(trained.boxes, expected.boxes, rtol=1e-4, atol=1e-5)
+    earlier = trained.supervised["decoder_1"]
+    assert (earlier.logits - expected.logits).abs().max() > 0.01
+
+
+def test_a_batch_is_its_images(lively: Build) -> None:
+    model, images = lively().eval(), torch.randn(3, 3, 64, 96)
+    with torch.no_grad():
+        together, alone = model(images), [model(image[None]) for image in images]
+    for kind in ("logits", "boxes"):
+        expected = torch.cat([getattr(one, kind) for one in alone])
+        torch.testing.assert_close(getattr(together, kind), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fresh_decoder_keeps_the_boxes_it_is_given(small: Build) -> None:
+    model = small().train()
+    output = model(torch.randn(2, 3, 64, 64))
+    for index in range(3):
+        boxes = output.supervised[f"decoder_{index}"].boxes
+        torch.testing.assert_close(boxes, output.supervised["encoder"].boxes, rtol=0, atol=1e-4)
+        assert output.supervised[f"decoder_{index}"].logits.sigmoid().mean() < 0.1
+
+
+def test_layers_refine_boxes_on_their_own(lively: Build) -> None:
+    """Each layer's loss moves its own box head; none reaches those before it, or the selection, through the boxes."""
+    model = lively()
+    output = model.train()(torch.randn(2, 3, 64, 64))
+    heads = [*model.decoder.box_heads, model.query_selection.box_head]
+    weights = [head.layers[-1].weight for head in heads]
+    for index, name in enumerate(["decoder_0", "decoder_1", "decoder_2", "encoder"]):
+        boxes = output.supervised[name].boxes
+        found = torch.autograd.grad(boxes.square().sum(), weights, retain_graph=True, allow_unused=True)
+        assert [g is not None and bool(g.abs().max() > 0) for g in found] == [i == index for i in range(4)]
+    # Boxes are refined from layer to layer: each is near the one before it.
+    steps = [output.supervised[name].boxes for name in ("encoder", "decoder_0", "decoder_1", "decoder_2")]
+    for before, after in itertools.pairwise(steps):
+        assert 1e-4 < (after - before).abs().mean() < (after - after.mean(1, keepdim=True)).abs().mean()
+
+
+def test_images_receive_gradients_through_the_memory_only(lively: Build) -> None:
+    """The object queries' tokens are cut from the graph; the decoder still reads the memory."""
+    model = lively().train()
+    images = torch.randn(1, 3, 64, 64, requires_grad=True)
+    logits = model(images).logits
+    gradient = torch.autograd.grad(logits.sum(), [images, model.query_selection.project[0].weight], allow_unused=True)
+    assert gradient[0].abs().max() > 0
+    assert gradient[1] is None
+
+
+def test_overrides_replace_the_numbers_of_a_variant(small: Build) -> None:
+    model = small(decoder_layers=2, num_queries=7)
+    assert len(model.decoder.layers) == len(model.decoder.box_heads) == len(model.decoder.score_heads) == 2
+    assert model.eval()(torch.randn(1, 3, 64, 64)).logits.shape == (1, 7, 3)

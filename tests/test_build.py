@@ -1,0 +1,225 @@
+"""From a configuration to the parts of a run: each key arrives where it acts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.tiny import tiny_values, write_set
+from vitdet.build import (
+    build_criterion,
+    build_eval_loader,
+    build_evaluation,
+    build_rate,
+    build_trainer,
+    evaluate_source,
+    read_split,
+    resume_training,
+    run_training,
+    shorten,
+)
+from vitdet.config import LossSection, OptimSection, RunConfig
+from vitdet.devices import autocast_dtype, pick_device
+from vitdet.engine.checkpoint import save_training_state, save_weights
+from vitdet.engine.trainer import Trainer
+from vitdet.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_set(tmp_path_factory.mktemp("tiny"))
+
+
+def build(root: Path, output: Path, **sections: Any) -> Trainer:
+    values = tiny_values(root, output)
+    for name, change in sections.items():
+        values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+    return build_trainer(RunConfig.model_validate(values))
+
+
+def test_every_key_of_the_run_arrives(tiny_set: Path, tmp_path: Path) -> None:
+    trainer = build(
+        tiny_set, tmp_path / "run",
+        optim={"lr": 0.01, "backbone_lr": 0.001, "weight_decay": 0.3, "clip_norm": 0.7},
+        train={"epochs": 5, "batch": 3, "ema": 0.999, "precision": "bf16"}, eval={"every": 2},
+        augment={"strong_until": 0.4}, data={"sizes": [[32, 64], [64, 64]]}, seed=4,
+    )  # fmt: skip
+    groups = {group["name"]: (group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups}
+    assert groups == {
+        "backbone": (0.001, 0.3),
+        "backbone, not decayed": (0.001, 0.0),
+        "head": (0.01, 0.3),
+        "head, not decayed": (0.01, 0.0),
+    }
+    assert (trainer.epochs, trainer.evaluate_every, trainer.clip_norm) == (5, 2, 0.7)
+    assert trainer.autocast is torch.bfloat16
+    assert trainer.output == tmp_path / "run"
+    sampler = trainer.sampler
+    assert (sampler.batch_size, sampler.seed, sampler.strong_until, sampler.sizes) == (3, 4, 2, [(32, 64), (64, 64)])
+    assert trainer.ema.decay == 0.0  # ten steps: five hundredths of them are no memory at all
+    assert trainer.metadata.preprocessing.size == (64, 64)
+    assert not (tmp_path / "run").exists()
+
+
+def test_augmentation_arrives(tiny_set: Path, tmp_path: Path) -> None:
+    shares = {"photometric": 0.1, "zoom_out": 0.2, "iou_crop": 0.3, "hflip": 0.4, "vflip": 0.5, "rotate90": 0.6}
+    augment = {**shares, "mosaic": 0.7, "mixup": 0.8, "scale_jitter": [0.9, 1.1]}
+    dataset = build(tiny_set, tmp_path, augment=augment, seed=3).loader.dataset
+    assert {name: getattr(dataset.transform, name) for name in shares} == shares
+    assert (dataset.mosaic, dataset.mixup, dataset.transform.scale_jitter, dataset.seed) == (0.7, 0.8, (0.9, 1.1), 3)
+
+
+def test_no_average_where_none_is_wanted(tiny_set: Path, tmp_path: Path) -> None:
+    assert build(tiny_set, tmp_path, train={"ema": None}).ema is None
+
+
+def test_loss_weights_arrive() -> None:
+    loss = LossSection(
+        vfl=2, box=3, giou=4, match_class=5, match_box=6, match_giou=7, one_to_many=9, dense=0.5
+    )  # fmt: skip
+    criterion = build_criterion(loss)
+    assert criterion.weights == {"vfl": 2, "box": 3, "giou": 4}
+    matcher = criterion.matcher
+    assert (matcher.class_cost, matcher.box_cost, matcher.giou_cost) == (5, 6, 7)
+    assert (criterion.count, criterion.dense_weight) == (9, 0.5)
+
+
+def test_the_rate_is_the_schedules() -> None:
+    rate = build_rate(OptimSection(schedule="flat_cosine", flat=0.5, final=0.1, warmup=0.1), 100)
+    assert [rate(step) for step in (0, 10, 49, 75)] == pytest.approx([1 / 11, 1, 1, 0.55])
+    assert build_rate(OptimSection(warmup=0.5, warmup_steps=3), 100)(3) == 1.0
+
+
+def test_the_seed_gives_the_first_weights(tiny_set: Path, tmp_path: Path) -> None:
+    first, again, other = (build(tiny_set, tmp_path, seed=seed).model.state_dict() for seed in (1, 1, 2))
+    name = "encoder.channel_project.0.conv.weight"
+    name = name if name in first else next(key for key, value in first.items() if value.ndim == 4)
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+
+
+def test_the_class_count_is_checked(tiny_set: Path, tmp_path: Path) -> None:
+    assert build(tiny_set, tmp_path, model={"num_classes": 2}).metadata.arguments["num_classes"] == 2
+    with pytest.raises(UserError) as error:
+        build(tiny_set, tmp_path, model={"num_classes": 5})
+    assert str(error.value) == (
+        f"model.num_classes is 5 but {tiny_set} has 2 classes; leave it out, it is taken from the data"
+    )
+
+
+def test_splits_with_different_classes_are_refused(tmp_path: Path) -> None:
+    root = write_set(tmp_path / "set")
+    path = root / "annotations" / "instances_val.json"
+    content = json.loads(path.read_text())
+    content["categories"][0]["name"] = "scarlet"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        build(root, tmp_path / "run")
+    assert str(error.value) == (
+        f"the splits of {root} have different classes: red, blue and scarlet, blue; give both the same categories"
+    )
+
+
+def test_data_of_other_classes_is_not_evaluated(tiny_set: Path, tmp_path: Path) -> None:
+    trainer = build(tiny_set, tmp_path)
+    trainer.metadata.class_map = type(trainer.metadata.class_map)((1, 2), ("cat", "dog"))
+    save_weights(tmp_path / "best.safetensors", trainer.model, trainer.metadata)
+    with pytest.raises(UserError) as error:
+        evaluate_source(tmp_path / "best.safetensors", root=tiny_set, device="cpu", workers=0)
+    assert str(error.value) == (
+        f"the model knows the classes cat, dog but {tiny_set} has red, blue; "
+        "evaluate on data with the classes it was trained on"
+    )
+
+
+def test_evaluation_leaves_the_model_as_it_was(tiny_set: Path, tmp_path: Path) -> None:
+    trainer = build(tiny_set, tmp_path)
+    data = read_split(tiny_set, "val")
+    loader = build_eval_loader(data, size=(64, 64), batch=4, workers=0, cache=False)
+    evaluate = build_evaluation(data, loader, backend="hotcoco", top_k=3, device=torch.device("cpu"))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.train()
+    metrics = evaluate(trainer.model)
+    assert trainer.model.training
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert len(metrics["results"]) == 6 * 3  # top_k an image
+    assert {row["category_id"] for row in metrics["results"]} <= {3, 7}
+    assert {row["image_id"] for row in metrics["results"]} == set(range(11, 17))
+
+
+def test_boxes_are_in_pixels_of_the_original(tiny_set: Path, tmp_path: Path) -> None:
+    """A model that answers with the ground truth scores 1, whatever the size it sees."""
+    trainer = build(tiny_set, tmp_path)
+    data = read_split(tiny_set, "val")
+    loader = build_eval_loader(data, size=(32, 64), batch=4, workers=0, cache=False)
+
+    class Oracle(torch.nn.Module):
+        metadata = trainer.metadata
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = iter(list(loader))
+
+        def forward(self, images: torch.Tensor) -> Any:
+            del images
+            targets = next(self.batches)["targets"]
+            logits = torch.nn.functional.one_hot(targets.labels, 2) * 20.0 - 10
+            logits = torch.where(targets.valid[..., None], logits, -10.0)
+            from vitdet.structures import DetectorOutput
+
+            return DetectorOutput(logits, targets.boxes)
+
+    evaluate = build_evaluation(data, loader, backend="hotcoco", top_k=300, device=torch.device("cpu"))
+    assert evaluate(Oracle())["AP"] == pytest.approx(1.0)
+
+
+def test_a_run_is_not_replaced_unasked(tiny_set: Path, tmp_path: Path) -> None:
+    save_training_state(tmp_path / "run" / "last.pt", {"epoch": 1})
+    config = RunConfig.model_validate(tiny_values(tiny_set, tmp_path / "run"))
+    with pytest.raises(UserError) as error:
+        run_training(config)
+    output = tmp_path / "run"
+    assert str(error.value) == (
+        f"{output} already holds a run; continue it with --resume {output}, replace it with --overwrite, "
+        "or choose another output=…"
+    )
+
+
+@pytest.mark.parametrize("state", [{"epoch": 1}, [1, 2], {"config": {"model": 3}}, {"config": None}])
+def test_resuming_from_a_file_of_another_kind(tmp_path: Path, state: Any) -> None:
+    """What a state dict saved by other programs looks like."""
+    save_training_state(tmp_path / "last.pt", state)
+    with pytest.raises(UserError) as error:
+        resume_training(tmp_path)
+    assert str(tmp_path / "last.pt") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_names_are_shortened() -> None:
+    assert shorten(["a", "b"]) == "a, b"
+    assert shorten(list("abcdefg")) == "a, b, c, d, e … (7)"
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meow:0"])
+def test_devices_that_are_not_there(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        pick_device(name)
+    assert str(error.value) == f"the device {name!r} cannot be used here; choose 'cpu' or 'auto'"
+
+
+def test_devices_and_precision() -> None:
+    cpu = torch.device("cpu")
+    assert pick_device("cpu") == cpu
+    assert pick_device("auto").type in {"cpu", "cuda", "mps"}
+    assert autocast_dtype("fp32", cpu) is None
+    assert autocast_dtype("bf16", cpu) is torch.bfloat16
+
+
+@pytest.mark.parametrize(("matrix_unit", "expected"), [(True, torch.bfloat16), (False, None)])
+def test_auto_precision_asks_the_cpu(monkeypatch: pytest.MonkeyPatch, matrix_unit: bool, expected: Any) -> None:
+    monkeypatch.setattr("vitdet.devices.has_matrix_unit", lambda: matrix_unit)
+    assert autocast_dtype("auto", torch.device("cpu")) is expected

@@ -1,0 +1,68 @@
+"""Every shipped run: it loads, its model can be built, and its header says what it yields."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitdet.config import load_config
+from vitdet.zoo import create_model, list_models
+
+CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*"))
+CLASSES = {"coco": 80, "voc": 20, "bccd": 3, "digits": 10}
+
+pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+
+
+def header(path: Path) -> list[str]:
+    """The comment lines before the first value."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").rstrip())
+    return lines
+
+
+def test_it_loads_and_its_model_builds(path: Path) -> None:
+    config = load_config(path)
+    data = path.stem.rpartition("_")[2]
+    with torch.device("meta"):
+        model = create_model(config.model.name, num_classes=CLASSES.get(data, 4), **config.model.overrides)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1e6
+
+
+def test_it_is_named_by_model_and_data(path: Path) -> None:
+    config = load_config(path)
+    assert path.suffix == ".yaml"
+    assert config.model.name in list_models()
+    assert re.fullmatch(rf"{config.model.name}_[a-z0-9]+", path.stem), path.stem
+    assert Path(config.output) == Path("runs") / path.stem
+
+
+def test_its_data_is_named_by_no_machine(path: Path) -> None:
+    assert not Path(load_config(path).data.root).is_absolute()
+
+
+def test_its_header_says_what_it_yields(path: Path) -> None:
+    """Command, hardware, time, result or expected metric, source."""
+    lines = header(path)
+    text = "\n".join(lines)
+    assert lines, f"{path.name} begins with no comment"
+    assert re.search(rf"(vitdet train|torchrun .*tools/train\.py) .*{path.stem}", text), "the command"
+    assert re.search(r"\b(CPUs?|cores?|GPUs?|H\d00|A100|T4)\b", text), "the hardware"
+    assert re.search(r"\d\s*(h|hours?|min|minutes?)\b", text), "the time"
+    assert re.search(r"\bAP(50)?\b[^\n]*\d", text), "the result or expected metric"
+    assert re.search(r"arXiv|https://|[Ss]ource", text), "the source"
+
+
+def test_its_command_is_right(path: Path) -> None:
+    """The file's own name and overrides, in the command that the header gives."""
+    text = " ".join(header(path))
+    command = re.search(r"(?:vitdet train|tools/train\.py) (\S+)((?: [a-z_.]+=\S+)*)", text)
+    assert command, "the header names no command"
+    assert Path(command[1]).name.removesuffix(".yaml") == path.stem
+    load_config(path, command[2].split())

@@ -1,0 +1,140 @@
+"""Models by name, and files that are, or are not, models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vitdet import create_model, list_models, load_model
+from vitdet.engine.checkpoint import save_weights
+from vitdet.errors import UserError
+from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
+
+SMALL: dict[str, Any] = {"encoder_width": 32, "encoder_hidden": 64, "width": 32, "heads": 4, "decoder_layers": 1}
+METADATA = ModelMetadata(
+    "rtdetr_nano", {"num_classes": 2, **SMALL}, ClassMap((3, 7), ("red", "blue")), Preprocessing((64, 64))
+)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = create_model("rtdetr_nano", num_classes=2, **SMALL)
+    save_weights(tmp_path / "best.safetensors", model, METADATA)
+    return tmp_path / "best.safetensors"
+
+
+def edit_header(path: Path, **changes: Any) -> None:
+    """The same tensors under other metadata."""
+    header = json.dumps(METADATA.to_dict() | changes)
+    save_file(load_file(path), path, metadata={"vitdet": header, "format": "pt"})
+
+
+def test_names() -> None:
+    assert list_models() == ["rtdetr_nano", "rtdetr_r101", "rtdetr_r18", "rtdetr_r34", "rtdetr_r50", "rtdetr_r50_m"]
+    assert list_models("*r50*") == ["rtdetr_r50", "rtdetr_r50_m"]
+    assert list_models("vit*") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("rtdetr_r18", 20), ("rtdetr_r34", 31), ("rtdetr_r50_m", 36), ("rtdetr_r50", 42), ("rtdetr_r101", 76)],
+)
+def test_sizes_are_the_published_ones(name: str, millions: int) -> None:
+    """arXiv 2304.08069, table 2, and its repository."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in create_model(name, num_classes=80).parameters())
+    assert abs(count / 1e6 - millions) < 1
+
+
+def test_the_small_model_is_small() -> None:
+    count = sum(parameter.numel() for parameter in create_model("rtdetr_nano", num_classes=80).parameters())
+    assert count < 4e6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("rtdetr_r81", {}, "there is no model 'rtdetr_r81'; did you mean 'rtdetr_r"),
+        ("yolo", {}, "there is no model 'yolo'; known: rtdetr_nano, rtdetr_r101, "),
+        ("rtdetr_nano", {"num_querys": 5}, "has no argument 'num_querys'; did you mean 'num_queries'?"),
+        ("rtdetr_nano", {"zzz": 5}, "has no argument 'zzz'; known: box_noise, decoder_hidden, "),
+        ("rtdetr_nano", {"width": 30}, "model 'rtdetr_nano' cannot be built with {'width': 30}: "),
+        ("rtdetr_nano", {"width": "wide"}, "model 'rtdetr_nano' cannot be built with {'width': 'wide'}: "),
+        ("rtdetr_nano", {"width": 0}, "model 'rtdetr_nano' cannot be built with {'width': 0}: "),
+        ("rtdetr_nano", {"decoder_layers": 0}, "model 'rtdetr_nano' cannot be built with {'decoder_layers': 0}: "),
+        ("rtdetr_nano", {"num_queries": -1}, "model 'rtdetr_nano' cannot be built with {'num_queries': -1}: "),
+    ],
+)
+def test_what_cannot_be_created(name: str, options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        create_model(name, num_classes=2, **options)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_detector_needs_a_class() -> None:
+    with pytest.raises(UserError, match="needs at least 1 class, got 0; check the categories of the data"):
+        create_model("rtdetr_nano", num_classes=0)
+
+
+@pytest.mark.parametrize(("option", "value"), [("decoder_layers", 2), ("num_queries", 7), ("dense_supervision", False)])
+def test_options_arrive(option: str, value: Any) -> None:
+    model = create_model("rtdetr_nano", num_classes=2, **{option: value})
+    found = {
+        "decoder_layers": len(model.decoder.layers),
+        "num_queries": model.query_selection.num_queries,
+        "dense_supervision": model.dense_supervision,
+    }
+    assert found[option] == value
+
+
+def test_a_loaded_model_is_the_saved_one(weights: Path) -> None:
+    model = load_model(str(weights))
+    assert isinstance(model, nn.Module)
+    assert not model.training
+    assert model.metadata == METADATA
+    saved = load_file(weights)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_another_models_weights_are_refused(weights: Path) -> None:
+    edit_header(weights, name="rtdetr_r18", arguments={"num_classes": 2})
+    with pytest.raises(UserError) as error:
+        load_model(weights)
+    text = str(error.value)
+    assert text.startswith(f"{weights} does not hold the weights of 'rtdetr_r18' that it names: ")
+    assert "missing" in text
+    assert "of another shape" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": "rtdetr_r81"}, "there is no model 'rtdetr_r81'"),
+        ({"arguments": {"num_classes": 3, **SMALL}}, "does not hold the weights of 'rtdetr_nano' that it names"),
+        ({"arguments": {"num_classes": 2, "zzz": 1}}, "has no argument 'zzz'"),
+        ({"arguments": dict(SMALL)}, "num_classes"),
+        ({"arguments": {"num_classes": "two", **SMALL}}, "num_classes"),
+    ],
+)
+def test_edited_headers(weights: Path, changes: dict[str, Any], expected: str) -> None:
+    edit_header(weights, **changes)
+    with pytest.raises(UserError) as error:
+        load_model(weights)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["model.pth", "rtdetr_r18", "."])
+def test_sources_of_another_kind(source: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_model(source)
+    assert str(error.value) == (
+        f"cannot load a model from {source!r}; pass a .safetensors file written by vitdet train"
+    )
