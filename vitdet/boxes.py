@@ -30,8 +30,8 @@ def xyxy_to_xywh(boxes: Tensor) -> Tensor:
 
 def area(boxes_xyxy: Tensor) -> Tensor:
     """``(..., 4)`` corners to ``(...)`` areas."""
-    width, height = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).unbind(-1)
-    return width * height
+    x0, y0, x1, y1 = boxes_xyxy.unbind(-1)
+    return (x1 - x0) * (y1 - y0)
 
 
 def iou_and_giou(boxes_a: Tensor, boxes_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,12 +40,13 @@ def iou_and_giou(boxes_a: Tensor, boxes_b: Tensor) -> tuple[Tensor, Tensor]:
     ``boxes_a[:, None], boxes_b[None]`` gives the pairwise matrices. Pairs of empty boxes have IoU 0 rather than NaN.
     Source: GIoU, arXiv 1902.09630, algorithm 1.
     """
-    inner_low = torch.maximum(boxes_a[..., :2], boxes_b[..., :2])
-    inner_high = torch.minimum(boxes_a[..., 2:], boxes_b[..., 2:])
-    outer_low = torch.minimum(boxes_a[..., :2], boxes_b[..., :2])
-    outer_high = torch.maximum(boxes_a[..., 2:], boxes_b[..., 2:])
-    intersection = (inner_high - inner_low).clamp(min=0).prod(-1)
-    hull = (outer_high - outer_low).prod(-1)
+    # Coordinate by coordinate: a trailing dimension of 2 or 4 would keep the broadcast products from being vectorised.
+    ax0, ay0, ax1, ay1 = boxes_a.unbind(-1)
+    bx0, by0, bx1, by1 = boxes_b.unbind(-1)
+    width = (torch.minimum(ax1, bx1) - torch.maximum(ax0, bx0)).clamp(min=0)
+    height = (torch.minimum(ay1, by1) - torch.maximum(ay0, by0)).clamp(min=0)
+    intersection = width * height
+    hull = (torch.maximum(ax1, bx1) - torch.minimum(ax0, bx0)) * (torch.maximum(ay1, by1) - torch.minimum(ay0, by0))
     union = area(boxes_a) + area(boxes_b) - intersection
     # 0 / 1 where a pair is empty: exactly 0 with finite gradients, which 0 / tiny does not have.
     one = torch.ones_like(union)

@@ -37,7 +37,8 @@ def read_split(root: str | Path, split: str) -> DetectionSet:
     data = read_detection_set(root, split)
     if distributed.rank() == 0:
         boxes = sum(len(record.labels) for record in data.records)
-        say(f"{data.root}: {data.name}, {split}: {len(data.records)} images, {boxes} boxes, {len(data.class_map)} classes")
+        counts = f"{len(data.records)} images, {boxes} boxes, {len(data.class_map)} classes"
+        say(f"{data.root}: {data.name}, {split}: {counts}")
         for note in data.notes:
             say(f"note: {note}")
     return data
@@ -55,7 +56,10 @@ def build_model(config: RunConfig, data: DetectionSet) -> nn.Module:
     if config.model.weights:
         theirs, state = read_weights(Path(config.model.weights))
         if theirs.name != config.model.name:
-            raise UserError(f"model.weights {config.model.weights} is of {theirs.name!r}, the run trains {config.model.name!r}")
+            raise UserError(
+                f"model.weights {config.model.weights} is of {theirs.name!r}, but the run trains {config.model.name!r}; "
+                "use weights of the same model"
+            )
         load_strict(model, state)
     model.metadata = ModelMetadata(  # type: ignore[assignment]
         name=config.model.name,
@@ -149,7 +153,7 @@ def shorten(names: list[str]) -> str:
 
 def evaluate_source(
     source: str | Path, *, root: str | Path, split: str = "val", batch: int = 8, workers: int = 2, device: str = "auto",
-    backend: str = "hotcoco", top_k: int = 300, size: tuple[int, int] | None = None,
+    backend: str = "hotcoco", top_k: int = 300,
 ) -> dict[str, Any]:  # fmt: skip
     """Load a model and measure it on a split; what ``vitdet eval`` does."""
     target = pick_device(device)
@@ -157,8 +161,6 @@ def evaluate_source(
     metadata: ModelMetadata = model.metadata  # type: ignore[assignment]
     data = read_split(root, split)
     check_class_map(metadata, data)
-    if size:
-        metadata.preprocessing = Preprocessing(size=size, mean=metadata.preprocessing.mean, std=metadata.preprocessing.std)
     loader = build_eval_loader(data, size=metadata.preprocessing.size, batch=batch, workers=workers, cache=False)
     return build_evaluation(data, loader, backend=backend, top_k=top_k, device=target)(model)
 
@@ -216,6 +218,8 @@ def build_trainer(config: RunConfig) -> Trainer:
 
 def run_training(config: RunConfig, *, overwrite: bool = False) -> dict[str, Any]:
     """Train from the start and return the best metrics; several processes where torchrun says so."""
+    if Path(config.output).exists() and not Path(config.output).is_dir():
+        raise UserError(f"the output folder {config.output} is a file; choose another output=…")
     last = Path(config.output) / "last.pt"
     if last.exists() and not overwrite:
         raise UserError(
@@ -228,7 +232,11 @@ def run_training(config: RunConfig, *, overwrite: bool = False) -> dict[str, Any
 def resume_training(run: str | Path) -> dict[str, Any]:
     """Continue a run, with its own configuration, from its ``last.pt``."""
     last = Path(run) / "last.pt" if Path(run).is_dir() else Path(run)
-    config = RunConfig.model_validate(load_training_state(last)["config"])
+    state = load_training_state(last)
+    try:
+        config = RunConfig.model_validate(state["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{last} holds no run of this version of vitdet; start anew without --resume") from error
     return _fit(config.model_copy(update={"output": str(last.parent)}), last)
 
 

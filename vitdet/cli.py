@@ -45,8 +45,9 @@ def train(
     else:
         settings = load_config(str(config), overrides)
         folder, metrics = Path(settings.output), run_training(settings, overwrite=overwrite)
-    figures = {key: value for key, value in metrics.items() if key != "results"}
-    show_metrics(figures, json_path)
+    if not metrics:  # one of several processes; the main one tells
+        return
+    show_metrics(metrics, json_path)
     print(f"weights: {folder / 'best.safetensors'}\ncurves: {folder / 'curves.png'}", file=sys.stderr)
 
 
@@ -83,18 +84,23 @@ def predict(
     threshold: Annotated[float, typer.Option(min=0, max=1, help="least score")] = 0.5,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     device: Device = "auto",
+    sheet: Annotated[bool, typer.Option("--sheet", help="also put the first 24 pictures on one sheet.jpg")] = False,
     json_path: JsonPath = None,
 ) -> None:
     """Detect objects: annotated pictures, predictions.json (COCO results) and a table."""
     from vitdet.inference.outputs import PredictionWriter, format_table
     from vitdet.inference.predictor import Predictor
+    from vitdet.inference.visualize import save_sheet
 
     predictor = Predictor(source, device=device, threshold=threshold, batch_size=batch)
+    pictures: list[Path] = []
     with PredictionWriter(out, predictor.metadata.class_map) as writer:
         for detections in predictor.stream(images):
-            picture = writer.write(detections)
-            print(f"{picture}: {len(detections)} objects", file=sys.stderr)
+            pictures.append(writer.write(detections))
+            print(f"{pictures[-1]}: {len(detections)} objects", file=sys.stderr)
         summary = writer.close()
+    if sheet:
+        print(save_sheet(pictures[:24], Path(out) / "sheet.jpg"), file=sys.stderr)
     if json_path:
         write_json(summary, json_path)
     if json_path != "-":
@@ -158,7 +164,9 @@ def write_json(values: Any, path: str) -> None:
     if path == "-":
         print(text)
     else:
-        Path(path).write_text(text + "\n")
+        from vitdet.engine.checkpoint import write_atomically
+
+        write_atomically(Path(path), lambda temporary: temporary.write_text(text + "\n"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,7 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
         if debug:
             raise
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"vitdet: {text}", file=sys.stderr)
+        if text:  # without any words typer has shown the help
+            print(f"vitdet: {text}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print("vitdet: stopped", file=sys.stderr)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from vitdet.errors import UserError
 
@@ -21,6 +21,12 @@ class Section(BaseModel):
     """What all sections share: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_keys(cls, values: Any) -> Any:
+        """A section with nothing below it has its defaults."""
+        return {} if values is None else values
 
 
 class ModelSection(Section):
@@ -39,7 +45,7 @@ class DataSection(Section):
     train_split: str = "train"
     val_split: str = "val"
     size: tuple[int, int] = Field(description="(height, width) of training and evaluation, divisible by 32")
-    sizes: list[tuple[int, int]] = Field(default_factory=list, description="drawn per batch instead of size: multi-scale")
+    sizes: list[tuple[int, int]] = Field(default_factory=list, description="multi-scale: each batch draws one")
     workers: int = Field(default=2, ge=0)
     cache: bool = Field(default=False, description="keep decoded images in memory")
 
@@ -71,6 +77,14 @@ class AugmentSection(Section):
     mosaic: float = Probability
     mixup: float = Probability
     strong_until: float = Field(default=0.9, ge=0, le=1, description="share of the epochs")
+
+    @field_validator("scale_jitter")
+    @classmethod
+    def ordered(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        """A range."""
+        if not 0 < limits[0] <= limits[1]:
+            raise ValueError(f"must be a range [low, high] of positive factors, got {list(limits)}")
+        return limits
 
 
 class OptimSection(Section):
@@ -141,7 +155,7 @@ def find_config(path: str | Path) -> Path:
         return path
     package = Path(__file__).resolve().parent
     folders = [package / "configs", package.parent / "configs"]
-    for folder in folders:
+    for folder in folders if path.parent in (Path(), Path("configs")) else []:
         for name in (path.name, f"{path.name}.yaml"):
             if (folder / name).is_file():
                 return folder / name
@@ -163,7 +177,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         line = f" at line {where.line + 1}" if where else ""
         raise UserError(f"{path} is not valid YAML{line}; mend the file") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} must hold sections such as 'model:' and 'data:', got {type(values).__name__}")
+        kind = "nothing" if values is None else type(values).__name__
+        raise UserError(f"{path} must hold sections such as 'model:' and 'data:', got {kind}")
     for override in overrides or []:
         apply_override(values, override)
     try:
@@ -179,7 +194,9 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"cannot read the override {override!r}; write section.key=value, such as train.epochs=10")
     *parents, last = key.strip().split(".")
     for parent in parents:
-        values = values.setdefault(parent, {})
+        if values.get(parent) is None:
+            values[parent] = {}
+        values = values[parent]
         if not isinstance(values, dict):
             raise UserError(f"the override {override!r} goes into {parent!r}, which is no section")
     try:
@@ -195,7 +212,11 @@ def explain(problem: Any) -> str:
         return f"unknown key {place!r}{_closest(problem['loc'])}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{place!r} {problem['ctx']['error']}"
+    message = problem["msg"]
+    if problem["type"] == "model_type":
+        message = "should be a section of keys"
     return f"{place!r} {message[:1].lower()}{message[1:]}, got {problem['input']!r}".replace("got None", "got nothing")
 
 

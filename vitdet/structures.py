@@ -28,7 +28,7 @@ class ClassMap:
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.names):
-            raise ValueError(f"a class map needs as many names as ids, got {len(self.ids)} ids, {len(self.names)} names")
+            raise ValueError(f"a class map needs as many names as ids, got {len(self.ids)} and {len(self.names)}")
         if len(set(self.ids)) != len(self.ids):
             raise ValueError(f"category ids must be unique, got {list(self.ids)}")
 

@@ -57,6 +57,9 @@ def create_model(name: str, *, num_classes: int, **overrides: Any) -> nn.Module:
     for key in overrides:
         if key not in known:
             raise UserError(f"model {name!r} has no argument {key!r}; {suggestion(key, known)}")
+        least = 0 if key in ("denoising_queries", "label_noise", "box_noise") else 1
+        if isinstance(overrides[key], int) and not isinstance(overrides[key], bool) and overrides[key] < least:
+            raise UserError(f"model {name!r} cannot be built with {overrides}: {key} must be at least {least}")
     try:
         return MODELS[name](num_classes, **overrides).to(memory_format=torch.channels_last)
     except (TypeError, ValueError) as error:
@@ -74,6 +77,8 @@ def load_model(source: str | Path) -> nn.Module:
         raise UserError(f"cannot load a model from {str(source)!r}; pass a .safetensors file written by vitdet train")
     metadata, state = read_weights(path)
     arguments = dict(metadata.arguments)
+    if not isinstance(arguments.get("num_classes"), int):
+        raise UserError(f"{path} names no whole number as num_classes in its header; fetch or write the file again")
     model = create_model(metadata.name, num_classes=arguments.pop("num_classes"), **arguments)
     try:
         load_strict(model, state)

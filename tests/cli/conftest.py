@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +31,6 @@ class Run:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """``vitdet train`` from a YAML, long enough to detect something; not to be written to."""
-    import contextlib
-    import io
-
     folder = tmp_path_factory.mktemp("run")
     root = write_set(folder / "set")
     values = tiny_values(root, folder / "out")
@@ -41,7 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     stdout, stderr = io.StringIO(), io.StringIO()
     draw = RunLog.draw  # a picture takes as long as an epoch here: only the evaluated ones are drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunLog, "draw", lambda log, metric: draw(log, metric=metric) if "metrics" in log.rows()[-1] else None)
+        patch.setattr(
+            RunLog, "draw", lambda log, metric: draw(log, metric=metric) if "metrics" in log.rows()[-1] else None
+        )
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = main(["train", str(config)])
     output = folder / "out"

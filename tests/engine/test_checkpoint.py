@@ -87,13 +87,23 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None
 
 
 def test_training_state_round_trip(tmp_path: Path) -> None:
-    state = {"tensor": torch.randn(3), "epoch": 3, "best": 0.5, "config": {"a": [1, None, "x"]}, "rng": torch.get_rng_state()}
+    state = {
+        "tensor": torch.randn(3),
+        "epoch": 3,
+        "best": 0.5,
+        "config": {"a": [1, None, "x"]},
+        "rng": torch.get_rng_state(),
+    }
     save_training_state(tmp_path / "last.pt", state)
     loaded = load_training_state(tmp_path / "last.pt")
     assert loaded.keys() == state.keys()
     assert torch.equal(loaded["tensor"], state["tensor"])
     assert torch.equal(loaded["rng"], state["rng"])
-    assert {key: loaded[key] for key in ("epoch", "best", "config")} == {"epoch": 3, "best": 0.5, "config": state["config"]}
+    assert {key: loaded[key] for key in ("epoch", "best", "config")} == {
+        "epoch": 3,
+        "best": 0.5,
+        "config": state["config"],
+    }
 
 
 def test_weights_round_trip(tmp_path: Path) -> None:
@@ -119,7 +129,7 @@ def test_nothing_runs_from_a_malicious_checkpoint(tmp_path: Path, kind: str) -> 
     path, marker = tmp_path / "last.pt", tmp_path / "marker"
     content = {"epoch": 1, "config": Payload(marker)}
     torch.save(content, path) if kind == "torch" else path.write_bytes(pickle.dumps(content))
-    with pytest.raises(UserError, match=r"cannot be read as a training state .* is it a last\.pt\?") as error:
+    with pytest.raises(UserError, match=r"cannot be read as a training state .*; pass the last\.pt of a run") as error:
         load_training_state(path)
     one_sentence(error, path)
     assert not marker.exists()
@@ -130,7 +140,9 @@ def test_nothing_runs_from_a_malicious_checkpoint(tmp_path: Path, kind: str) -> 
 
 def test_a_missing_or_damaged_training_state(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
-    with pytest.raises(UserError, match=r"there is no checkpoint .* to resume from; start the run without --resume") as error:
+    with pytest.raises(
+        UserError, match=r"there is no checkpoint .* to resume from; start the run without --resume"
+    ) as error:
         load_training_state(path)
     one_sentence(error, path)
     save_training_state(path, {"tensor": torch.randn(1000)})
@@ -160,7 +172,9 @@ def test_a_foreign_safetensors_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     for header in (None, {"format": "pt"}):
         save_file({"weight": torch.zeros(2)}, path, metadata=header)
-        with pytest.raises(UserError, match="is a safetensors file of another program; pass a file written by") as error:
+        with pytest.raises(
+            UserError, match="is a safetensors file of another program; pass a file written by"
+        ) as error:
             read_weights(path)
         one_sentence(error, path)
 

@@ -174,7 +174,7 @@ def test_a_bad_step_now_and_then_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_an_epoch_of_bad_steps_ends_the_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", broken=(0, 1, 2), epochs=2)
-    with pytest.raises(UserError, match=r"the loss of epoch 1 is nan and 3 steps were skipped; lower optim\.lr or check"):
+    with pytest.raises(UserError, match=r"epoch 1\b.* 3 steps were skipped; lower optim\.lr or check"):
         trainer.fit()
     assert not (tmp_path / "run").exists()
 

@@ -28,7 +28,13 @@ def draw_objects(rng: np.random.Generator, count: int, *, side: int = 36) -> lis
 
 
 def write_split(
-    root: Path, split: str, counts: list[int], *, categories: dict[int, str] | None = None, side: int = 36, seed: int = 1
+    root: Path,
+    split: str,
+    counts: list[int],
+    *,
+    categories: dict[int, str] | None = None,
+    side: int = 36,
+    seed: int = 1,
 ) -> Path:
     """Write one split in COCO's layout: an image for each number of objects in ``counts``; returns the JSON's path."""
     categories = categories or CATEGORIES

@@ -1,10 +1,11 @@
 """ResNet-vd: ResNet with a three-convolution stem and average pooling before the shortcut of a striding block.
 
-Sources: arXiv 1512.03385 (ResNet), arXiv 1812.01187 figure 2 (variants C and D), as RT-DETR uses them (arXiv 2304.08069).
+Sources: arXiv 1512.03385 (ResNet), arXiv 1812.01187 figure 2 (variants C and D), as used by RT-DETR (arXiv 2304.08069).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def make_stem(widths: Sequence[int]) -> nn.Sequential:
         first = ConvNorm(3, widths[0], 3, stride=2, activation="relu")
         return nn.Sequential(first, ConvNorm(widths[0], widths[1], 3, stride=2, activation="relu"))
     convs = [ConvNorm(3, widths[0], 3, stride=2, activation="relu")]
-    convs += [ConvNorm(a, b, 3, activation="relu") for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    convs += [ConvNorm(a, b, 3, activation="relu") for a, b in itertools.pairwise(widths)]
     return nn.Sequential(*convs, nn.MaxPool2d(3, 2, 1))
 
 

@@ -1,7 +1,7 @@
 """Scaled dot-product attention (arXiv 1706.03762, section 3.2): one module for self- and cross-attention.
 
-The backend is chosen in one place, :func:`scaled_dot_product_attention`; :func:`explicit_attention` spells the same maths
-out and returns the weights. A test holds them equal.
+The backend is chosen in one place, :func:`scaled_dot_product_attention`; :func:`explicit_attention` spells the same
+maths out and returns the weights. A test holds them equal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Attention(nn.Module):
     Args:
         width: C, of queries, memory and output.
         heads: number of query heads; must divide ``width``.
-        kv_heads: number of key/value heads (fewer: grouped-query, arXiv 2305.13245; one: multi-query). Divides ``heads``.
+        kv_heads: number of key/value heads, divides ``heads`` (fewer: grouped-query, arXiv 2305.13245; 1: multi-query).
         bias: whether the projections have a bias.
         qk_norm: RMS-normalise each query and key head before the product (arXiv 2302.05442, section 2).
         dropout: on the attention weights, in training.
@@ -121,14 +121,15 @@ class Attention(nn.Module):
         self, tokens: Tensor, memory: Tensor | None, query_pos: Tensor | None, memory_pos: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as (B, H, N, D), sharing a product wherever two of them share their input."""
+        query = tokens if query_pos is None else tokens + query_pos
         if memory is None and query_pos is None:
             q, k, v = self._project(tokens, 0, 2)
         elif memory is None:
             # DETR adds the position to queries and keys, never to values (arXiv 2005.12872, appendix A.3).
-            q, k = self._project(tokens + query_pos, 0, 1)
+            q, k = self._project(query, 0, 1)
             (v,) = self._project(tokens, 2, 2)
         else:
-            (q,) = self._project(tokens if query_pos is None else tokens + query_pos, 0, 0)
+            (q,) = self._project(query, 0, 0)
             if memory_pos is None:
                 k, v = self._project(memory, 1, 2)
             else:
@@ -143,7 +144,8 @@ class Attention(nn.Module):
 
         Args:
             tokens: (B, N, C). memory: (B, M, C), or None for self-attention.
-            query_pos: (B, N, C), added to the queries (and, in self-attention, to the keys). memory_pos: (B, M, C), to keys.
+            query_pos: (B, N, C), added to the queries and, in self-attention, to the keys.
+            memory_pos: (B, M, C), added to the keys.
             mask: True = may attend; bias: added to the scores; both broadcastable to (B, H, N, M).
             causal: no token sees a later one.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,7 +47,7 @@ class MLP(nn.Module):
     def __init__(self, width_in: int, hidden: int, width_out: int, *, layers: int) -> None:
         super().__init__()
         widths = [width_in, *[hidden] * (layers - 1), width_out]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, width_in) to (…, width_out)."""

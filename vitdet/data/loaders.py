@@ -177,6 +177,9 @@ def make_loader(
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
+        # Its own: it would draw from the global generator, with workers at other times than without, and so change
+        # the model's random numbers.
+        generator=torch.Generator(),
     )
     return Loader(loader)
 

@@ -1,8 +1,8 @@
-"""Contrastive denoising queries (DINO, arXiv 2203.03605, section 3.3): the decoder learns to restore spoilt ground truth.
+"""Contrastive denoising (DINO, arXiv 2203.03605, section 3.3): the decoder learns to restore spoilt ground truth.
 
-Each group holds two copies of every target. The positive copy is moved little and must find its target; the negative one
-is moved further and must call itself background. Their number, and so the autograd graph, never depends on whether
-there are targets: a batch without objects gets one padded, purely negative target an image.
+Each group holds two copies of every target. The positive copy is moved little and must find its target; the negative
+one is moved further and must call itself background. The autograd graph never depends on whether there are targets: a
+batch without objects gets one padded, purely negative target an image.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DenoisingQueries:
     groups: int
 
     def attention_mask(self, object_queries: int) -> Tensor:
-        """(D + Q, D + Q), True = may attend: groups see themselves and the object queries, which see only themselves."""
+        """(D + Q, D + Q), True = may attend: groups see themselves and the objects', which see only themselves."""
         total = self.target_index.shape[1]
         group = torch.arange(total, device=self.tokens.device) // (total // self.groups)
         objects = torch.full((object_queries,), self.groups, device=group.device)
@@ -62,7 +62,7 @@ class Denoising(nn.Module):
         """Targets of B images to D = 2 · groups · max(T, 1) queries."""
         boxes, labels, valid = targets.boxes, targets.labels, targets.valid
         if labels.shape[1] == 0:
-            boxes, labels, valid = boxes.new_zeros(len(labels), 1, 4), labels.new_zeros(len(labels), 1), None
+            boxes, labels = boxes.new_zeros(len(labels), 1, 4), labels.new_zeros(len(labels), 1)
             valid = torch.zeros_like(labels, dtype=torch.bool)
         most = labels.shape[1]
         groups = max(1, self.queries // most)

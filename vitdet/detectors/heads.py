@@ -17,7 +17,7 @@ def inverse_sigmoid(values: Tensor, *, eps: float = 1e-5) -> Tensor:
 
 
 def make_score_head(width: int, num_classes: int, *, prior: float = 0.01) -> nn.Linear:
-    """A linear classifier that starts by giving every class the probability ``prior`` (arXiv 1708.02002, section 3.3)."""
+    """A linear classifier that starts by giving every class the probability ``prior`` (arXiv 1708.02002, 3.3)."""
     head = nn.Linear(width, num_classes)
     nn.init.xavier_uniform_(head.weight)
     nn.init.constant_(head.bias, -math.log((1 - prior) / prior))
@@ -27,6 +27,6 @@ def make_score_head(width: int, num_classes: int, *, prior: float = 0.01) -> nn.
 def make_box_head(width: int) -> MLP:
     """Three layers to 4 box logits, which start at 0: the first prediction is the reference box itself."""
     head = MLP(width, width, 4, layers=3)
-    nn.init.zeros_(head.layers[-1].weight)
-    nn.init.zeros_(head.layers[-1].bias)
+    for parameter in head.layers[-1].parameters():
+        nn.init.zeros_(parameter)
     return head

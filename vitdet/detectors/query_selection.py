@@ -65,8 +65,9 @@ class QuerySelection(nn.Module):
     def __init__(self, width: int, *, num_classes: int, num_queries: int) -> None:
         super().__init__()
         self.num_queries = num_queries
-        self.project = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
-        nn.init.xavier_uniform_(self.project[0].weight)
+        linear = nn.Linear(width, width)
+        nn.init.xavier_uniform_(linear.weight)
+        self.project = nn.Sequential(linear, nn.LayerNorm(width))
         self.score_head = make_score_head(width, num_classes)
         self.box_head = make_box_head(width)
 

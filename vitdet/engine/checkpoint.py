@@ -24,8 +24,11 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # safetensors makes files that only their owner may read
         write(temporary)
-        os.replace(temporary, path)
+        temporary.chmod(mode)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -42,7 +45,9 @@ def load_training_state(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"{path} cannot be read as a training state ({_first_line(error)}); is it a last.pt?") from error
+        raise UserError(
+            f"{path} cannot be read as a training state ({_first_line(error)}); pass the last.pt of a run"
+        ) from error
 
 
 def save_weights(path: Path, model: nn.Module, metadata: ModelMetadata) -> None:
@@ -63,7 +68,9 @@ def read_weights(path: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
         if header is None:
             raise UserError(f"{path} is a safetensors file of another program; pass a file written by vitdet train")
         return ModelMetadata.from_dict(json.loads(header)), state
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except UserError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path} is not a readable weights file ({_first_line(error)}); pass a .safetensors written by vitdet train"
         ) from error

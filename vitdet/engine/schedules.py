@@ -15,7 +15,9 @@ def warmup_steps(total: int, *, fraction: float, most: int) -> int:
     return min(most, round(fraction * total))
 
 
-def rate_multiplier(step: int, *, total: int, warmup: int, schedule: str, final: float = 0.0, flat: float = 0.5) -> float:
+def rate_multiplier(
+    step: int, *, total: int, warmup: int, schedule: str, final: float = 0.0, flat: float = 0.5
+) -> float:
     """What the base rate is multiplied by at optimizer step ``step`` (0 … total - 1).
 
     Args:

@@ -36,7 +36,8 @@ class Trainer:
     """Trains a detector.
 
     Args:
-        model: called as ``model(images, targets)``. criterion: called as ``criterion(output, targets)``, gives ``total``.
+        model: called as ``model(images, targets)``.
+        criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``.
         optimizer: fused. rate: optimizer step -> multiplier of every group's learning rate.
         loader: batches with ``images`` (uint8) and ``targets``. sampler: the loader's.
         ema: average to evaluate and keep, or None.
@@ -60,7 +61,8 @@ class Trainer:
         self.epochs, self.evaluate_every, self.clip_norm = epochs, evaluate_every, clip_norm
         self.autocast, self.device, self.output, self.config = autocast, device, output, config
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
-        self.epoch, self.step, self.best, self.seconds = 0, 0, -1.0, 0.0
+        self.epoch, self.step, self.best, self.seconds = 0, 0, float("-inf"), 0.0
+        self.best_metrics: dict[str, Any] = {}
         self.skipped = torch.zeros((), device=device)
         self.resumed = False
 
@@ -69,45 +71,53 @@ class Trainer:
         """The model without the wrapper of distributed training."""
         return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
 
+    @property
+    def best_model(self) -> nn.Module:
+        """The model that is evaluated and kept: the average, where there is one."""
+        return self.ema.model if self.ema else self.bare_model
+
     def fit(self) -> dict[str, Any]:
-        """Train to the end and return the metrics of the best weights."""
+        """Train to the end and return the metrics of the best weights; only the main process has any."""
         log = RunLog(self.output, resume=self.resumed) if distributed.rank() == 0 else None
-        best_metrics: dict[str, Any] = dict(self.metadata.metrics)
         while self.epoch < self.epochs:
             losses = self.train_epoch()
             row = {"epoch": self.epoch, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"], "loss": losses}
             metrics: dict[str, Any] = {}
             if self.evaluate and (self.epoch % self.evaluate_every == 0 or self.epoch == self.epochs):
-                metrics = self.evaluate(self.ema.model if self.ema else self.bare_model)
+                metrics = self.evaluate(self.best_model)
+                metrics.pop("results", None)
                 row["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             if log:
                 log.write(row | {"seconds": round(self.seconds, 2), "skipped": int(self.skipped)})
                 self.report(row)
-                best_metrics = self.keep(metrics, best_metrics)
+                self.keep(metrics)
                 log.draw(metric=self.metric)
-        return best_metrics
+        return self.best_metrics
 
     def train_epoch(self) -> dict[str, float]:
-        """One pass over the loader; returns the mean losses, summed over the predictions by term."""
+        """One pass over the loader; returns the mean losses of finite steps, summed over predictions by term."""
         self.sampler.set_epoch(self.epoch)
         self.model.train()
-        start, sums, count = time.monotonic(), {}, 0
+        start, count = time.monotonic(), 0
+        skipped, finite_steps = self.skipped.clone(), torch.zeros((), device=self.device)
+        sums: dict[str, Tensor] = {}
         title = f"epoch {self.epoch + 1}/{self.epochs}"
         for batch in progress(self.loader, total=len(self.sampler), title=title):
             losses = self.train_step(batch)
             count += 1
+            finite = losses["total"].detach().isfinite()
+            finite_steps += finite
             for name, value in losses.items():
                 term = name.rsplit("/", 1)[-1]
-                sums[term] = sums.get(term, 0.0) + value.detach()
+                sums[term] = sums.get(term, 0) + torch.where(finite, value.detach(), 0.0)
         self.epoch += 1
         self.seconds += time.monotonic() - start
-        means = {term: float(value) / max(1, count) for term, value in sums.items()}
-        if not all(torch.isfinite(torch.tensor(list(means.values())))) and int(self.skipped) >= count:
+        if int(self.skipped - skipped) >= count:
             raise UserError(
-                f"the loss of epoch {self.epoch} is {means['total']} and {int(self.skipped)} steps were skipped; "
-                f"lower optim.lr or check the annotations"
+                f"nothing was learnt in epoch {self.epoch}: the gradients were not finite and all {count} steps were "
+                "skipped; lower optim.lr or check the annotations"
             )
-        return means
+        return {term: float(value) / max(1.0, float(finite_steps)) for term, value in sums.items()}
 
     def train_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Forward, loss, backward, clip, step, average."""
@@ -139,18 +149,17 @@ class Trainer:
         scores = "  ".join(f"{name} {metrics[name]:.3f}" for name in (self.metric, "AP50") if name in metrics)
         say(f"{line}  {scores}  {self.seconds:.0f} s".replace("    ", "  "))
 
-    def keep(self, metrics: dict[str, Any], best_metrics: dict[str, Any]) -> dict[str, Any]:
+    def keep(self, metrics: dict[str, Any]) -> None:
         """Write ``best.safetensors`` where the metric is the best so far (or there is none), and ``last.pt``."""
         score = float(metrics.get(self.metric, -1.0))
         if (metrics and score > self.best) or (not self.evaluate and self.epoch == self.epochs):
             self.best = max(score, self.best)
-            best_metrics = metrics
+            self.best_metrics = metrics
             self.metadata.metrics = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-            save_weights(self.output / "best.safetensors", self.ema.model if self.ema else self.bare_model, self.metadata)
+            save_weights(self.output / "best.safetensors", self.best_model, self.metadata)
         text = yaml.safe_dump(self.config, sort_keys=False)
         write_atomically(self.output / "config.yaml", lambda temporary: temporary.write_text(text))
         save_training_state(self.output / "last.pt", self.state())
-        return best_metrics
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on from here."""
@@ -161,6 +170,7 @@ class Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "best": self.best,
+            "best_metrics": self.best_metrics,
             "seconds": self.seconds,
             "skipped": float(self.skipped),
             "metadata": self.metadata.to_dict(),
@@ -182,6 +192,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step, self.best, self.seconds = state["epoch"], state["step"], state["best"], state["seconds"]
         self.skipped.fill_(state["skipped"])
+        self.best_metrics = state["best_metrics"] if distributed.rank() == 0 else {}
         self.metadata.metrics = theirs["metrics"]
         torch.set_rng_state(state["rng"])
         if self.device.type == "cuda" and state["cuda_rng"]:

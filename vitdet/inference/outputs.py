@@ -31,6 +31,7 @@ class PredictionWriter:
 
     def __init__(self, out_dir: str | Path, class_map: ClassMap) -> None:
         self.out_dir = Path(out_dir)
+        self._made = not self.out_dir.exists()
         try:
             self.out_dir.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -100,7 +101,10 @@ class PredictionWriter:
             self.close()
         elif not self._file.closed:
             self._file.close()
-            self._partial.unlink()
+            for name in (self._partial.name, ".part.jpg", ".part.png"):
+                (self.out_dir / name).unlink(missing_ok=True)
+            if self._made and not any(self.out_dir.iterdir()):
+                self.out_dir.rmdir()
 
     def _free_name(self, source: Path | None) -> str:
         """A name no picture of this run has; compared without case, which some file systems ignore."""

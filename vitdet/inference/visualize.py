@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+
+from vitdet.data.images import decode_image
 
 
 def contact_sheet(
@@ -36,6 +39,14 @@ def contact_sheet(
         left = gap + column * (tile_width + gap) + (tile_width - width) // 2
         sheet[top : top + height, left : left + width] = small
     return sheet
+
+
+def save_sheet(pictures: Sequence[Path], path: Path) -> Path:
+    """Put the pictures of these files on one sheet and write it to ``path``, which is returned."""
+    from PIL import Image
+
+    Image.fromarray(contact_sheet([decode_image(picture) for picture in pictures])).save(path, quality=95)
+    return path
 
 
 def _fit(image: np.ndarray, tile: tuple[int, int]) -> np.ndarray:

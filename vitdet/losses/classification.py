@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def varifocal_loss(logits: Tensor, quality: Tensor, positive: Tensor, *, alpha: float = 0.75, gamma: float = 2.0) -> Tensor:
+def varifocal_loss(
+    logits: Tensor, quality: Tensor, positive: Tensor, *, alpha: float = 0.75, gamma: float = 2.0
+) -> Tensor:
     """Varifocal loss (arXiv 2008.13367, equation 2): positives learn their IoU, hard negatives weigh more.
 
     Args:

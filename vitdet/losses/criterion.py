@@ -57,7 +57,7 @@ class Criterion(nn.Module):
 
     def assign(self, supervised: dict[str, SupervisedOutput], targets: Targets) -> dict[str, Tensor]:
         """Each prediction's (B, Q) target indices, -1 for background."""
-        assigned = {}
+        assigned: dict[str, Tensor] = {}
         hungarian = [name for name, one in supervised.items() if one.matching == "one_to_one"]
         matched = self.matcher.one_to_one([supervised[name] for name in hungarian], targets)
         assigned.update(zip(hungarian, matched, strict=True))
