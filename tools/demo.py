@@ -8,7 +8,7 @@ from vitdet.cli import main
 
 ROOT = Path("runs/demo")
 DIGITS, RUN, PICTURES = ROOT / "digits", ROOT / "rtdetr_nano_digits", ROOT / "predictions"
-STEPS = {
+STEPS: dict[str, list[str | Path]] = {
     "make the digits": ["data", "make", "digits", DIGITS],
     "train": ["train", "rtdetr_nano_digits.yaml", f"data.root={DIGITS}", f"output={RUN}", "--overwrite"],
     "evaluate": ["eval", RUN / "best.safetensors", "--data", DIGITS],

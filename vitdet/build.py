@@ -57,7 +57,7 @@ def build_model(config: RunConfig, data: DetectionSet) -> nn.Module:
         theirs, state = read_weights(Path(config.model.weights))
         if theirs.name != config.model.name:
             raise UserError(
-                f"model.weights {config.model.weights} is of {theirs.name!r}, but the run trains {config.model.name!r}; "
+                f"model.weights {config.model.weights} is of {theirs.name!r}, the run trains {config.model.name!r}; "
                 "use weights of the same model"
             )
         load_strict(model, state)

@@ -66,9 +66,7 @@ class HybridEncoder(nn.Module):
         self.attend = nn.ModuleList(EncoderBlock(width, heads, hidden, activation="gelu") for _ in range(layers))
 
         def fusion() -> FusionBlock:
-            return FusionBlock(
-                2 * width, width, hidden=round(width * expansion), blocks=blocks, activation=activation
-            )
+            return FusionBlock(2 * width, width, hidden=round(width * expansion), blocks=blocks, activation=activation)
 
         self.lateral = nn.ModuleList(ConvNorm(width, width, 1, activation=activation) for _ in range(fine_levels))
         self.top_down = nn.ModuleList(fusion() for _ in range(fine_levels))

@@ -206,7 +206,8 @@ def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:
     """A small RT-DETR for small images on CPUs, ours: ≤ 4 M parameters."""
     backbone = ResNet(depths=(1, 1, 2, 1), block=BasicBlock, stem=(16, 32), widths=(32, 64, 128, 256))
     numbers = {
-        "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128, "heads": 4,
-        "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "denoising_queries": 50, "dense_supervision": True,
+        "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128,
+        "heads": 4, "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "denoising_queries": 50,
+        "dense_supervision": True,
     }  # fmt: skip
     return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))
