@@ -43,9 +43,9 @@ def test_iou_and_giou_by_hand(other: list[float], iou: float, giou: float) -> No
 def test_shapes_broadcast() -> None:
     first, second = torch.rand(2, 3, 4), torch.rand(2, 5, 4)
     assert box_ops.cxcywh_to_xyxy(first).shape == (2, 3, 4)
-    assert box_ops.pairwise_iou(first, second).shape == (2, 3, 5)
-    assert box_ops.pairwise_iou(first[0, :0], second[0]).shape == (0, 5)
+    assert box_ops.iou_and_giou(first[0, :0, None], second[0, None])[0].shape == (0, 5)
     matrix = box_ops.iou_and_giou(first[:, :, None], second[:, None])[1]
+    assert matrix.shape == (2, 3, 5)
     assert torch.equal(matrix[1, 2, 4], box_ops.iou_and_giou(first[1, 2], second[1, 4])[1])
 
 
@@ -64,7 +64,7 @@ def test_bounds_and_symmetry(first: Tensor, second: Tensor) -> None:
     assert iou.max() <= 1
     assert giou.min() > -1 - 1e-12
     assert (giou <= iou + 1e-12).all()
-    assert torch.equal(box_ops.pairwise_iou(second, first).T, iou)
+    assert torch.equal(box_ops.iou_and_giou(second[:, None], first[None])[0].T, iou)
     moved = box_ops.iou_and_giou((first * 4 + 8)[:, None], (second * 4 + 8)[None])[1]  # neither depends on the unit
     sturdy = (box_ops.area(first) > 1)[:, None] & (box_ops.area(second) > 1)[None]
     assert torch.allclose(moved[sturdy], giou[sturdy], atol=1e-9)

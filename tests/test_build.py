@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.tiny import tiny_values, write_set
+from tests.engine.tiny import tiny_values, write_set, write_split
 from vitdet.build import (
     build_criterion,
     build_eval_loader,
@@ -20,7 +20,6 @@ from vitdet.build import (
     read_split,
     resume_training,
     run_training,
-    shorten,
 )
 from vitdet.config import LossSection, OptimSection, RunConfig
 from vitdet.devices import autocast_dtype, pick_device
@@ -62,6 +61,7 @@ def test_every_key_of_the_run_arrives(tiny_set: Path, tmp_path: Path) -> None:
     assert (sampler.batch_size, sampler.seed, sampler.strong_until, sampler.sizes) == (3, 4, 2, [(32, 64), (64, 64)])
     assert trainer.ema.decay == 0.0  # ten steps: five hundredths of them are no memory at all
     assert trainer.metadata.preprocessing.size == (64, 64)
+    assert trainer.seed == 4
     assert not (tmp_path / "run").exists()
 
 
@@ -122,6 +122,79 @@ def test_splits_with_different_classes_are_refused(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"the splits of {root} have different classes: red, blue and scarlet, blue; give both the same categories"
     )
+
+
+def test_images_in_both_splits_are_told(tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tiny_set, tmp_path / "run")
+    assert "both splits" not in capsys.readouterr().err
+    root = tmp_path / "set"
+    source = write_split(root, "train", [1, 1, 1])
+    (root / "train").rename(root / "images")
+    content = json.loads(source.read_text())
+    content["images"] = content["images"][1:]
+    content["annotations"] = content["annotations"][1:]
+    source.with_name("instances_val.json").write_text(json.dumps(content))
+    build(root, tmp_path / "run")
+    sentence = f"note: 2 images are in both splits of {root}: the AP will look too good"
+    assert capsys.readouterr().err.splitlines().count(sentence) == 1
+
+
+@pytest.fixture
+def start(tiny_set: Path, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A weights file of the tiny model for red and blue, and its values, of which no fresh model has one."""
+    trainer = build(tiny_set, tmp_path / "first")
+    state = {name: value + 1 for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(state)
+    save_weights(tmp_path / "first.safetensors", trainer.model, trainer.metadata)
+    return tmp_path / "first.safetensors", state
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> set[str]:
+    assert first.keys() == second.keys()
+    return {name for name, value in first.items() if not torch.equal(value, second[name])}
+
+
+def test_starting_from_weights_of_the_same_classes(
+    tiny_set: Path, tmp_path: Path, start: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, state = start
+    trainer = build(tiny_set, tmp_path / "run", seed=7, model={"weights": str(path)})
+    assert not differing(trainer.model.state_dict(), state)
+    assert not differing(trainer.ema.model.state_dict(), state)
+    assert "start anew" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("categories", [{3: "cat", 7: "dog"}, {3: "blue", 7: "red"}, {3: "red"}])
+def test_starting_from_weights_of_other_classes(
+    tmp_path: Path, start: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str],
+    categories: dict[int, str],
+) -> None:  # fmt: skip
+    """Of the same number or another; all but the heads comes from the file, the heads are as without it."""
+    path, state = start
+    root = write_set(tmp_path / "set", categories=categories)
+    fresh = build(root, tmp_path / "run", seed=7).model.state_dict()
+    capsys.readouterr()
+    started = build(root, tmp_path / "run", seed=7, model={"weights": str(path)}).model.state_dict()
+    heads = {name for name in started if "score_head" in name} | {"denoising.embedding.weight"}
+    assert len(heads) >= 5  # weight and bias of the encoder's and the one layer's, and the embedding
+    assert differing(started, state) == heads
+    assert not heads & differing(started, fresh)
+    sentence = f"note: {path} knows other classes (red, blue): {len(heads)} tensors start anew"
+    assert capsys.readouterr().err.splitlines().count(sentence) == 1
+
+
+def test_starting_from_another_model_is_refused(
+    tiny_set: Path, tmp_path: Path, start: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    path, _ = start
+    with pytest.raises(UserError) as error:
+        build(tiny_set, tmp_path / "run", model={"name": "rtdetr_r18", "overrides": {}, "weights": str(path)})
+    assert str(error.value) == (
+        f"model.weights {path} is of 'rtdetr_nano', the run trains 'rtdetr_r18'; use the same model"
+    )
+    overrides = tiny_values(tiny_set, tmp_path)["model"]["overrides"] | {"decoder_hidden": 96}
+    with pytest.raises(UserError, match=r"^the weights do not fit RTDETR: 3 of another shape: decoder\.layers\.0\."):
+        build(tiny_set, tmp_path / "run", model={"overrides": overrides, "weights": str(path)})
 
 
 def test_data_of_other_classes_is_not_evaluated(tiny_set: Path, tmp_path: Path) -> None:
@@ -197,11 +270,6 @@ def test_resuming_from_a_file_of_another_kind(tmp_path: Path, state: Any) -> Non
         resume_training(tmp_path)
     assert str(tmp_path / "last.pt") in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_names_are_shortened() -> None:
-    assert shorten(["a", "b"]) == "a, b"
-    assert shorten(list("abcdefg")) == "a, b, c, d, e … (7)"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "meow:0"])

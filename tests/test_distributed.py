@@ -28,6 +28,8 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(distributed.mean_over_ranks(value), value)
     items = [{"a": 1}]
     assert distributed.gather_lists(items) is items
+    distributed.share_from_main([value])
+    assert value.tolist() == [1.0, 2.0]
     distributed.stop()
 
 
@@ -50,6 +52,9 @@ assert torch.equal(distributed.mean_over_ranks(value), torch.tensor([0.5, 4.0]))
 assert torch.equal(value, torch.tensor([float(rank), 4.0])), "the argument is left alone"
 assert distributed.gather_lists([rank, "x"] if rank else []) == [1, "x"]
 assert distributed.gather_lists([rank]) == [0, 1]
+mixed = [torch.full((2, 3, 4, 5), rank + 1.0).to(memory_format=torch.channels_last), torch.tensor(rank + 7)]
+distributed.share_from_main(iter(mixed))
+assert mixed[0].unique().tolist() == [1.0] and mixed[1].item() == 7
 assert distributed.world_size() == 2
 distributed.stop()
 assert not distributed.is_distributed()

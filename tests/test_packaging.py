@@ -21,7 +21,11 @@ def test_version_is_written_once_in_each_place(repository: Path) -> None:
 
 
 def test_command_is_installed() -> None:
-    commands = {entry.name: entry.value for entry in metadata.distribution("vitdet").entry_points}
+    try:
+        distribution = metadata.distribution("vitdet")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed, only found on the path")
+    commands = {entry.name: entry.value for entry in distribution.entry_points}
     assert commands["vitdet"] == "vitdet.cli:main"
 
 
@@ -43,4 +47,5 @@ def test_wheel_holds_package_and_configs(repository: Path, tmp_path: Path) -> No
     for folder, prefix in ((repository / "vitdet", "vitdet"), (repository / "configs", "vitdet/configs")):
         for path in [*folder.rglob("*.py"), *folder.rglob("*.yaml")]:
             assert f"{prefix}/{path.relative_to(folder).as_posix()}" in names
+    assert "vitdet/py.typed" in names  # type checkers believe the hints of a package that has it
     assert not any(name.startswith(("tests/", "tools/", "configs/")) for name in names)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitdet.structures import ClassMap, Detections, Preprocessing, Targets
+from vitdet.structures import ClassMap, Detections, Preprocessing, Targets, coco_rows
 
 CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
 
@@ -37,7 +37,7 @@ def test_class_map() -> None:
 
 
 def test_class_map_refuses_what_is_ambiguous() -> None:
-    with pytest.raises(ValueError, match="as many names as ids, got 2 ids, 1 names"):
+    with pytest.raises(ValueError, match="as many names as ids, got 2 and 1"):
         ClassMap(ids=(1, 2), names=("cat",))
     with pytest.raises(ValueError, match=r"ids must be unique, got \[1, 1\]"):
         ClassMap(ids=(1, 1), names=("cat", "dog"))
@@ -75,6 +75,15 @@ def test_targets_without_objects_or_images() -> None:
     assert len(Targets.from_lists([], [])) == 0
 
 
+@pytest.mark.gpu
+def test_targets_in_page_locked_memory() -> None:
+    targets = Targets.from_lists([torch.rand(2, 4), torch.rand(1, 4)], [torch.tensor([4, 1]), torch.tensor([2])])
+    pinned = targets.pin_memory()
+    for name in ("boxes", "labels", "valid"):
+        assert getattr(pinned, name).is_pinned()
+        assert torch.equal(getattr(pinned, name), getattr(targets, name))
+
+
 def test_targets_need_a_label_for_each_box() -> None:
     with pytest.raises((RuntimeError, ValueError)):
         Targets.from_lists([torch.zeros(3, 4)], [torch.zeros(2, dtype=torch.int64)])
@@ -102,6 +111,14 @@ def test_detections_as_coco_rows() -> None:
         {"image_id": 17, "category_id": 3, "bbox": [0.0, 0.0, 5.0, 6.0], "score": 0.5},
     ]
     assert no_objects().to_coco(17, CLASS_MAP) == []
+
+
+def test_coco_rows_of_half_precision_are_plain_numbers() -> None:
+    """As written to JSON: an id of the data set for each label, xywh, numbers of Python."""
+    boxes, scores = torch.tensor([[10.0, 20.0, 40.0, 80.0]]), torch.tensor([0.75])
+    rows = coco_rows(boxes.bfloat16(), scores.bfloat16(), torch.tensor([1]), image_id=17, class_map=CLASS_MAP)
+    assert rows == [{"image_id": 17, "category_id": 90, "bbox": [10.0, 20.0, 30.0, 60.0], "score": 0.75}]
+    assert json.loads(json.dumps(rows)) == rows
 
 
 def test_detections_as_supervision() -> None:

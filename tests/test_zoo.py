@@ -63,12 +63,21 @@ def test_the_small_model_is_small() -> None:
         ("rtdetr_r81", {}, "there is no model 'rtdetr_r81'; did you mean 'rtdetr_r"),
         ("yolo", {}, "there is no model 'yolo'; known: rtdetr_nano, rtdetr_r101, "),
         ("rtdetr_nano", {"num_querys": 5}, "has no argument 'num_querys'; did you mean 'num_queries'?"),
-        ("rtdetr_nano", {"zzz": 5}, "has no argument 'zzz'; known: box_noise, decoder_hidden, "),
+        ("rtdetr_nano", {"zzz": 5}, "has no argument 'zzz'; known: encoder_width, encoder_hidden, "),
         ("rtdetr_nano", {"width": 30}, "model 'rtdetr_nano' cannot be built with {'width': 30}: "),
         ("rtdetr_nano", {"width": "wide"}, "model 'rtdetr_nano' cannot be built with {'width': 'wide'}: "),
-        ("rtdetr_nano", {"width": 0}, "model 'rtdetr_nano' cannot be built with {'width': 0}: "),
-        ("rtdetr_nano", {"decoder_layers": 0}, "model 'rtdetr_nano' cannot be built with {'decoder_layers': 0}: "),
-        ("rtdetr_nano", {"num_queries": -1}, "model 'rtdetr_nano' cannot be built with {'num_queries': -1}: "),
+        ("rtdetr_nano", {"width": 0}, "cannot be built with {'width': 0}: width must be at least 1, got 0"),
+        ("rtdetr_nano", {"num_queries": -1}, "num_queries must be at least 1, got -1"),
+        ("rtdetr_nano", {"denoising_queries": -1}, "denoising_queries must be at least 0, got -1"),
+        ("rtdetr_nano", {"box_noise": -0.5}, "box_noise must be at least 0, got -0.5"),
+        (
+            "rtdetr_nano",
+            {"label_noise": 1.5},
+            "label_noise at most 1, eval_layers at most decoder_layers; got 0.5, 1.5",
+        ),
+        ("rtdetr_nano", {"encoder_expansion": 0.0}, "encoder_expansion must be above 0, "),
+        ("rtdetr_nano", {"eval_layers": 4}, "eval_layers at most decoder_layers; got 0.5, 0.5, 4 of 3"),
+        ("rtdetr_nano", {"frozen_norm": True}, "model 'rtdetr_nano' has no argument 'frozen_norm'; known: "),
     ],
 )
 def test_what_cannot_be_created(name: str, options: dict[str, Any], expected: str) -> None:
@@ -89,7 +98,7 @@ def test_options_arrive(option: str, value: Any) -> None:
     found = {
         "decoder_layers": len(model.decoder.layers),
         "num_queries": model.query_selection.num_queries,
-        "dense_supervision": model.dense_supervision,
+        "dense_supervision": model.dense_head is not None,
     }
     assert found[option] == value
 
@@ -101,6 +110,12 @@ def test_a_loaded_model_is_the_saved_one(weights: Path) -> None:
     assert model.metadata == METADATA
     saved = load_file(weights)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_meta for tensor in tensors)
+    kernels = [tensor for tensor in tensors if tensor.ndim == 4]
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in kernels)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model(torch.zeros(1, 3, 64, 64)).logits.isfinite().all()
 
 
 def test_another_models_weights_are_refused(weights: Path) -> None:
@@ -122,6 +137,12 @@ def test_another_models_weights_are_refused(weights: Path) -> None:
         ({"arguments": {"num_classes": 2, "zzz": 1}}, "has no argument 'zzz'"),
         ({"arguments": dict(SMALL)}, "num_classes"),
         ({"arguments": {"num_classes": "two", **SMALL}}, "num_classes"),
+        ({"class_map": {"ids": [3], "names": ["red"]}}, "names 1 classes but its model has 2; fetch or write the file"),
+        (
+            {"preprocessing": {"size": [64, 70], "mean": [0, 0, 0], "std": [1, 1, 1]}},
+            "asks for images of [64, 70] pixels, which 32 does not divide; fetch or write the file again",
+        ),
+        ({"preprocessing": {"size": [0, 64], "mean": [0, 0, 0], "std": [1, 1, 1]}}, "images of [0, 64] pixels, which"),
     ],
 )
 def test_edited_headers(weights: Path, changes: dict[str, Any], expected: str) -> None:
@@ -129,6 +150,19 @@ def test_edited_headers(weights: Path, changes: dict[str, Any], expected: str) -
     with pytest.raises(UserError) as error:
         load_model(weights)
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("width", [2**14, 2**20])
+def test_a_header_that_asks_for_more_memory_than_there_is(weights: Path, width: int) -> None:
+    """The first linear layer alone would take 1 GiB, or 4 TiB; only the shapes in the file are looked at."""
+    resource = pytest.importorskip("resource", reason="this system does not tell how much memory was used")
+    edit_header(weights, arguments={"num_classes": 2, **SMALL, "width": width})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError) as error:
+        load_model(weights)
+    assert "does not hold the weights of 'rtdetr_nano' that it names" in str(error.value)
+    assert f" instead of [{width}" in str(error.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
 @pytest.mark.parametrize("source", ["model.pth", "rtdetr_r18", "."])

@@ -52,8 +52,3 @@ def iou_and_giou(boxes_a: Tensor, boxes_b: Tensor) -> tuple[Tensor, Tensor]:
     one = torch.ones_like(union)
     iou = intersection / torch.where(union > 0, union, one)
     return iou, iou - (hull - union) / torch.where(hull > 0, hull, one)
-
-
-def pairwise_iou(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-    """IoU of every box in ``(..., N, 4)`` with every box in ``(..., M, 4)``: ``(..., N, M)``; ``xyxy``."""
-    return iou_and_giou(boxes_a[..., :, None, :], boxes_b[..., None, :, :])[0]

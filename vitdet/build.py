@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from vitdet.engine.logging import progress, say
 from vitdet.engine.optim import make_optimizer
 from vitdet.engine.schedules import rate_multiplier, warmup_steps
 from vitdet.engine.trainer import Trainer
-from vitdet.errors import UserError
+from vitdet.errors import UserError, some
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
-from vitdet.structures import Detections, ModelMetadata, Preprocessing
+from vitdet.structures import ClassMap, ModelMetadata, Preprocessing, coco_rows
 from vitdet.weights.rules import load_strict
 
 
@@ -54,13 +55,7 @@ def build_model(config: RunConfig, data: DetectionSet) -> nn.Module:
         )
     model = zoo.create_model(config.model.name, num_classes=classes, **config.model.overrides)
     if config.model.weights:
-        theirs, state = read_weights(Path(config.model.weights))
-        if theirs.name != config.model.name:
-            raise UserError(
-                f"model.weights {config.model.weights} is of {theirs.name!r}, the run trains {config.model.name!r}; "
-                "use weights of the same model"
-            )
-        load_strict(model, state)
+        start_from(model, Path(config.model.weights), config.model.name, data.class_map)
     model.metadata = ModelMetadata(  # type: ignore[assignment]
         name=config.model.name,
         arguments={"num_classes": classes, **config.model.overrides},
@@ -69,6 +64,22 @@ def build_model(config: RunConfig, data: DetectionSet) -> nn.Module:
         version=__version__,
     )
     return model
+
+
+CLASS_HEADS = ("*score_head*", "denoising.embedding.*")  # names of all that depends on the classes
+
+
+def start_from(model: nn.Module, path: Path, name: str, class_map: ClassMap) -> None:
+    """Load weights of the same model; where they know other classes, the class heads start anew, and it is said."""
+    theirs, state = read_weights(path)
+    if theirs.name != name:
+        raise UserError(f"model.weights {path} is of {theirs.name!r}, the run trains {name!r}; use the same model")
+    if theirs.class_map.names == class_map.names:
+        load_strict(model, state)
+        return
+    kept = {key: value for key, value in state.items() if not any(fnmatchcase(key, head) for head in CLASS_HEADS)}
+    report = load_strict(model, kept, allow_missing=CLASS_HEADS)
+    say(f"note: {path} knows other classes ({some(theirs.class_map.names)}): {len(report.missing)} tensors start anew")
 
 
 def build_criterion(loss: LossSection) -> Criterion:
@@ -106,13 +117,16 @@ def build_eval_loader(data: DetectionSet, *, size: tuple[int, int], batch: int, 
         length=len(dataset), batch_size=batch, seed=0, sizes=[size], shuffle=False, drop_last=False,
         rank=distributed.rank(), world_size=distributed.world_size(),
     )  # fmt: skip
-    return make_loader(dataset, batch_sampler=sampler, workers=workers)
+    return make_loader(dataset, batch_sampler=sampler, workers=workers, pin_memory=torch.cuda.is_available())
 
 
 def build_evaluation(
     data: DetectionSet, loader: Loader, *, backend: str, top_k: int, device: torch.device
 ) -> Callable[[nn.Module], dict[str, Any]]:
-    """A function from a model with metadata to its COCO metrics on ``data``; also under ``results``, the detections."""
+    """A function from a model with metadata to its COCO metrics on ``data``, on the main process; elsewhere to {}.
+
+    ``results`` among them are the detections as COCO result rows.
+    """
 
     @torch.inference_mode()
     def evaluate(model: nn.Module) -> dict[str, Any]:
@@ -120,16 +134,16 @@ def build_evaluation(
         training = model.training
         model.eval()
         rows: list[dict[str, Any]] = []
-        for batch in progress(loader, total=len(loader), title="evaluation"):
+        for batch in progress(loader, total=len(loader), title="evaluation", show=distributed.rank() == 0):
             images = preprocessing.normalize(batch["images"].to(device))
             found = postprocess(model(images), batch["orig_sizes"], top_k=top_k)
-            sizes = batch["orig_sizes"].tolist()
-            for image_id, size, (boxes, scores, labels) in zip(batch["image_ids"], sizes, found, strict=True):
-                one = Detections(boxes, scores, labels, [""] * len(scores), (size[0], size[1]))
-                rows += one.to_coco(image_id, data.class_map)
+            for image_id, (boxes, scores, labels) in zip(batch["image_ids"], found, strict=True):
+                rows += coco_rows(boxes, scores, labels, image_id=image_id, class_map=data.class_map)
         model.train(training)
-        evaluator = CocoEvaluator(data.to_coco(), backend=backend)
         rows = distributed.gather_lists(rows)
+        if distributed.rank():
+            return {}
+        evaluator = CocoEvaluator(data.to_coco(), backend=backend)
         evaluator.update(rows)
         return evaluator.compute() | {"results": rows}
 
@@ -141,14 +155,9 @@ def check_class_map(metadata: ModelMetadata, data: DetectionSet) -> None:
     ours, theirs = list(metadata.class_map.names), list(data.class_map.names)
     if ours != theirs:
         raise UserError(
-            f"the model knows the classes {shorten(ours)} but {data.root} has {shorten(theirs)}; "
+            f"the model knows the classes {some(ours)} but {data.root} has {some(theirs)}; "
             "evaluate on data with the classes it was trained on"
         )
-
-
-def shorten(names: list[str]) -> str:
-    """The first few names."""
-    return ", ".join(names[:5]) + (f" … ({len(names)})" if len(names) > 5 else "")
 
 
 def evaluate_source(
@@ -179,17 +188,23 @@ def build_rate(optim: OptimSection, total: int) -> Callable[[int], float]:
 
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs. Problems with data and model show before the run's folder is made."""
-    torch.manual_seed(config.seed + distributed.rank())
+    torch.manual_seed(config.seed)  # the same first weights everywhere: the average is copied before they are shared
     device = pick_device(config.train.device)
     train_data = read_split(config.data.root, config.data.train_split)
     val_data = read_split(config.data.root, config.data.val_split)
     if train_data.class_map != val_data.class_map:
         raise UserError(
-            f"the splits of {config.data.root} have different classes: {shorten(list(train_data.class_map.names))} "
-            f"and {shorten(list(val_data.class_map.names))}; give both the same categories"
+            f"the splits of {config.data.root} have different classes: {some(train_data.class_map.names)} "
+            f"and {some(val_data.class_map.names)}; give both the same categories"
         )
-    model = build_model(config, train_data).to(device)
+    shared = {record.path for record in train_data.records} & {record.path for record in val_data.records}
+    if shared and distributed.rank() == 0:
+        say(f"note: {len(shared)} images are in both splits of {config.data.root}: the AP will look too good")
+    model = build_model(config, train_data)
     metadata: ModelMetadata = model.metadata  # type: ignore[assignment]
+    if distributed.is_distributed() and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # as published: statistics of the whole batch
+    model = model.to(device)
     loader, sampler = build_train_loader(config, train_data, device)
     total = len(sampler) * config.train.epochs
     ema = None
@@ -212,7 +227,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         ),
         evaluate_every=config.eval.every, clip_norm=optim.clip_norm, device=device,
         autocast=autocast_dtype(config.train.precision, device), output=Path(config.output),
-        config=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json"), seed=config.seed,
     )  # fmt: skip
 
 

@@ -38,12 +38,17 @@ def train(
     from vitdet.build import resume_training, run_training
     from vitdet.config import load_config
 
-    if (config is None) == (resume is None):
-        raise UserError("vitdet train needs either a configuration or --resume RUN")
     if resume is not None:
-        folder, metrics = Path(resume), resume_training(resume)
+        if config or overrides or overwrite:
+            raise UserError(
+                "--resume takes no configuration, no overrides and no --overwrite: the run goes on as it was started"
+            )
+        folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent
+        metrics = resume_training(resume)
+    elif config is None:
+        raise UserError("vitdet train needs a configuration, or --resume RUN without one")
     else:
-        settings = load_config(str(config), overrides)
+        settings = load_config(config, overrides)
         folder, metrics = Path(settings.output), run_training(settings, overwrite=overwrite)
     if not metrics:  # one of several processes; the main one tells
         return
@@ -70,9 +75,9 @@ def evaluate(
     metrics = evaluate_source(
         source, root=data, split=split, batch=batch, workers=workers, device=device, backend=backend
     )
-    results = json.dumps(metrics.pop("results"))
+    results = metrics.pop("results")
     if save:
-        write_atomically(Path(save), lambda temporary: temporary.write_text(results))
+        write_atomically(Path(save), lambda temporary: temporary.write_text(json.dumps(results)))
     show_metrics(metrics, json_path)
 
 
@@ -88,7 +93,7 @@ def predict(
     json_path: JsonPath = None,
 ) -> None:
     """Detect objects: annotated pictures, predictions.json (COCO results) and a table."""
-    from vitdet.inference.outputs import PredictionWriter, format_table
+    from vitdet.inference.outputs import SHEET, PredictionWriter, format_table
     from vitdet.inference.predictor import Predictor
     from vitdet.inference.visualize import save_sheet
 
@@ -100,7 +105,7 @@ def predict(
             print(f"{pictures[-1]}: {len(detections)} objects", file=sys.stderr)
         summary = writer.close()
     if sheet:
-        print(save_sheet(pictures[:24], Path(out) / "sheet.jpg"), file=sys.stderr)
+        print(save_sheet(pictures[:24], Path(out) / SHEET), file=sys.stderr)
     if json_path:
         write_json(summary, json_path)
     if json_path != "-":

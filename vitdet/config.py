@@ -5,14 +5,13 @@ Every key has a type and, where it makes sense, a default; an unknown key is an 
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vitdet.errors import UserError
+from vitdet.errors import UserError, did_you_mean
 
 Probability = Field(default=0.0, ge=0, le=1)
 
@@ -221,10 +220,8 @@ def explain(problem: Any) -> str:
 
 
 def _closest(place: tuple[Any, ...]) -> str:
-    """`` (did you mean 'x'?)`` for an unknown key, or its section's keys."""
+    """What an unknown key may have meant, in brackets."""
     section: Any = RunConfig
     for part in place[:-1]:
         section = section.model_fields[part].annotation
-    keys = list(section.model_fields)
-    close = difflib.get_close_matches(str(place[-1]), keys, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(keys)})"
+    return f" ({did_you_mean(str(place[-1]), section.model_fields)})"

@@ -27,7 +27,10 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     Those are CUDA devices that support it, and CPUs with a matrix unit (AMX); elsewhere a CPU is slower with it.
     """
     if precision == "auto":
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else device.type == "cpu" and has_matrix_unit()
+        if device.type == "cuda":
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            fast = device.type == "cpu" and has_matrix_unit()
         precision = "bf16" if fast else "fp32"
     return torch.bfloat16 if precision == "bf16" else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def start() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_distributed():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def stop() -> None:
@@ -45,6 +46,13 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     value = value.clone()
     dist.all_reduce(value)
     return value / world_size()
+
+
+def share_from_main(tensors: Iterable[Tensor]) -> None:
+    """Overwrite the tensors of every process with those of the main one."""
+    if is_distributed():
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
 
 
 def gather_lists(items: list) -> list:

@@ -89,7 +89,7 @@ class Targets:
     Attributes:
         boxes: (B, T, 4) ``cxcywh`` in [0, 1]; padding is 0.
         labels: (B, T) int64 in 0…K-1; padding is 0.
-        valid: (B, T) bool, False on padding.
+        valid: (B, T) bool: True on the first T_i of row i, False on the padding after them.
     """
 
     boxes: Tensor
@@ -99,6 +99,10 @@ class Targets:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Targets:
         """The same targets on another device."""
         return Targets(*(t.to(device, non_blocking=non_blocking) for t in (self.boxes, self.labels, self.valid)))
+
+    def pin_memory(self) -> Targets:
+        """In page-locked memory, from which a copy to the GPU does not wait; the DataLoader calls this."""
+        return Targets(self.boxes.pin_memory(), self.labels.pin_memory(), self.valid.pin_memory())
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -153,6 +157,17 @@ class DetectorOutput:
     supervised: dict[str, SupervisedOutput] = field(default_factory=dict)
 
 
+def coco_rows(
+    boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, *, image_id: int, class_map: ClassMap
+) -> list[dict[str, Any]]:
+    """One image's (N, 4) boxes, (N,) scores and labels as COCO results: image_id, category_id, bbox (xywh), score."""
+    rows = zip(labels.tolist(), box_ops.xyxy_to_xywh(boxes_xyxy).tolist(), scores.tolist(), strict=True)
+    return [
+        {"image_id": image_id, "category_id": class_map.ids[label], "bbox": box, "score": score}
+        for label, box, score in rows
+    ]
+
+
 @dataclass
 class Detections:
     """The objects found in one image, best first.
@@ -192,13 +207,8 @@ class Detections:
         }
 
     def to_coco(self, image_id: int, class_map: ClassMap) -> list[dict[str, Any]]:
-        """COCO result rows: ``image_id``, ``category_id``, ``bbox`` as xywh, ``score``."""
-        boxes_xywh = box_ops.xyxy_to_xywh(self.boxes_xyxy).tolist()
-        rows = zip(self.labels.tolist(), boxes_xywh, self.scores.tolist(), strict=True)
-        return [
-            {"image_id": image_id, "category_id": class_map.ids[label], "bbox": box, "score": score}
-            for label, box, score in rows
-        ]
+        """COCO result rows, see :func:`coco_rows`."""
+        return coco_rows(self.boxes_xyxy, self.scores, self.labels, image_id=image_id, class_map=class_map)
 
     def to_supervision(self) -> supervision.Detections:
         """The same as a ``supervision.Detections``, with the names under ``data["class_name"]``."""

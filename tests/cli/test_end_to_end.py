@@ -13,6 +13,7 @@ from PIL import Image
 from tests.cli.conftest import Run
 from tests.engine.tiny import CATEGORIES, FIRST_IMAGE, HEIGHT, WIDTH, tiny_values, write_config, write_set, write_split
 from vitdet.cli import main
+from vitdet.data.images import decode_image
 from vitdet.engine.checkpoint import load_training_state
 
 METRICS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
@@ -125,6 +126,18 @@ def test_prediction(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert captured.err.count(" objects\n") == len(expected)
 
 
+def test_an_image_called_sheet(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for name in ("a.jpg", "sheet.jpg"):
+        Image.fromarray(decode_image(run.root / "val" / f"val_{FIRST_IMAGE}.png")).save(images / name)
+    assert command("predict", run.weights, images, "--out", out, "--sheet", "--device", "cpu") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["a.jpg", "predictions.json", "sheet.jpg", "sheet_2.jpg"]
+    assert decode_image(out / "sheet_2.jpg").shape == (HEIGHT, WIDTH, 3)
+    assert decode_image(out / "sheet.jpg").shape[1] > 2 * WIDTH
+    assert f"{out / 'sheet.jpg'}\n" in capsys.readouterr().err
+
+
 def test_prediction_agrees_with_evaluation(run: Run, tmp_path: Path) -> None:
     """The same images through ``predict`` and ``eval`` give the same scores."""
     assert evaluate(run, "--save", tmp_path / "results.json") == 0
@@ -166,8 +179,10 @@ def test_resuming_a_run(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {key: shown[key] for key in METRICS} == stored
     assert (copy / "best.safetensors").read_bytes() == run.weights.read_bytes()
     assert (copy / "metrics.jsonl").read_text() == (run.output / "metrics.jsonl").read_text()
-    assert command("train", "--resume", copy) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(f"= {stored['AP']:0.3f}")
+    assert command("train", "--resume", copy / "last.pt") == 0  # the file does as well as its folder
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0].endswith(f"= {stored['AP']:0.3f}")
+    assert f"weights: {copy / 'best.safetensors'}\ncurves: {copy / 'curves.png'}\n" in captured.err
 
 
 def train_once(root: Path, tmp_path: Path, *overrides: str) -> tuple[int, Path]:

@@ -117,12 +117,34 @@ def test_training_with_other_mistakes(tmp_path: Path, fails: Fails) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: [\ntrain: 1")
     assert fails("train", broken) == f"{broken} is not valid YAML at line 2; mend the file"
-    assert fails("train") == "vitdet train needs either a configuration or --resume RUN"
-    assert fails("train", "x.yaml", "--resume", "y") == "vitdet train needs either a configuration or --resume RUN"
+    assert fails("train") == "vitdet train needs a configuration, or --resume RUN without one"
     nothing = f"there is no checkpoint {tmp_path / 'last.pt'} to resume from; start the run without --resume"
     assert fails("train", "--resume", tmp_path) == nothing
     torch.save([1, 2], tmp_path / "last.pt")
     assert str(tmp_path / "last.pt") in fails("train", "--resume", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more", [["run.yaml"], ["run.yaml", "train.epochs=9"], ["train.epochs=9"], ["--overwrite"]], ids=" ".join
+)
+def test_a_resumed_run_cannot_be_changed(run: Run, fails: Fails, more: list[str]) -> None:
+    before = {path.name: path.read_bytes() for path in run.output.iterdir()}
+    assert fails("train", "--resume", run.output, *more) == (
+        "--resume takes no configuration, no overrides and no --overwrite: the run goes on as it was started"
+    )
+    assert {path.name: path.read_bytes() for path in run.output.iterdir()} == before
+
+
+def test_an_overwriting_run_that_fails_leaves_the_old_one(run: Run, tmp_path: Path, fails: Fails) -> None:
+    """In its first epoch, on an image that cannot be read."""
+    root = write_set(tmp_path / "set")
+    truncate_image(root)
+    shutil.copytree(run.output, tmp_path / "out")
+    config = write_config(tmp_path / "run.yaml", tiny_values(root, tmp_path / "out"))
+    assert "train_13.png cannot be decoded (" in fails("train", config, "--overwrite")
+    for path in run.output.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert len(list((tmp_path / "out").iterdir())) == len(list(run.output.iterdir()))
 
 
 def test_an_output_that_is_a_file(run: Run, tmp_path: Path, fails: Fails) -> None:

@@ -16,6 +16,7 @@ from pycocotools.coco import COCO
 from vitdet.data.formats import read_detection_set
 from vitdet.data.records import DetectionSet
 from vitdet.errors import UserError
+from vitdet.evaluation.coco import CocoEvaluator
 
 Content = dict[str, Any]
 
@@ -166,6 +167,44 @@ def test_ids_that_the_coco_api_cannot_take(coco_root: Path, coco_content: Conten
     assert np.concatenate([record.annotation_ids for record in data.records]).tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (2**53 - 1, 0, [2**53 - 1, 0]),
+        (2**53, 2**53 + 1, [1, 2]),  # one and the same number as float64
+        (10**30, 3, [1, 2]),
+        (-5, 3, [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("backend", ["hotcoco", "pycocotools"])
+def test_image_ids_that_results_cannot_hold(
+    coco_root: Path, coco_content: Content, first: int, second: int, expected: list[int], backend: str
+) -> None:
+    """Perfect detections of two images whose ids must not run together."""
+    renamed = {7: first, 3: second}
+    for image in coco_content["images"]:
+        image["id"] = renamed[image["id"]]
+    for annotation in coco_content["annotations"]:
+        annotation["image_id"] = renamed[annotation["image_id"]]
+    rewrite(coco_root, coco_content)
+    data = read_detection_set(coco_root, "train")
+    assert [record.image_id for record in data.records] == expected
+    evaluator = CocoEvaluator(data.to_coco(), backend=backend)
+    truth = [annotation for annotation in data.to_coco()["annotations"] if not annotation["iscrowd"]]
+    evaluator.update([annotation | {"score": 0.9} for annotation in truth])
+    assert evaluator.compute()["AP"] == pytest.approx(1.0)
+
+
+def test_notes_name_each_image_once(coco_root: Path, coco_content: Content) -> None:
+    for number in range(3):
+        box = {"id": 20 + number, "image_id": 3, "category_id": 2, "bbox": [30 + number, 20, 20, 5]}
+        coco_content["annotations"].append(box)
+    rewrite(coco_root, coco_content)
+    assert read_detection_set(coco_root, "train").notes == [
+        "4 boxes reach beyond the image and are clipped for training: b.png"
+    ]
+
+
 def test_size_comes_from_the_file_where_it_is_missing(coco_root: Path, coco_content: Content) -> None:
     del coco_content["images"][0]["height"]
     rewrite(coco_root, coco_content)
@@ -273,6 +312,13 @@ def test_voc_records(voc_root: Path) -> None:
     assert (first.annotation_ids.tolist(), second.annotation_ids.tolist()) == ([1, 2], [3, 4])
     assert first.training_targets()[0].tolist() == [[1, 2, 11, 22]]
     assert data.notes == ["2 boxes of zero area are left out of training: two.png, one.png"]
+
+
+@pytest.mark.parametrize("suffix", [".JPEG", ".webp", ".jfif", ".gif"])
+def test_voc_images_of_any_kind(voc_root: Path, suffix: str) -> None:
+    (voc_root / "JPEGImages" / "one.png").rename(voc_root / "JPEGImages" / f"one{suffix}")
+    (voc_root / "JPEGImages" / "one.txt").write_text("no image")
+    assert [r.path.name for r in read_detection_set(voc_root, "train").records] == ["two.png", f"one{suffix}"]
 
 
 def test_voc_size_of_zero_comes_from_the_image(voc_root: Path) -> None:

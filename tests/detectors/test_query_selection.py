@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitdet.detectors.query_selection import QuerySelection, make_anchors
+from vitdet.detectors.query_selection import QuerySelection, TokenProposals, make_anchors
 
 SHAPES = [(4, 6), (2, 3)]
 TOKENS = 24 + 6
@@ -43,18 +43,19 @@ def test_anchors_at_the_border_are_invalid() -> None:
 def test_the_highest_scores_are_taken() -> None:
     module, memory = selection(), torch.randn(3, TOKENS, 16)
     found = module(memory, SHAPES)
-    assert found.all_logits.shape == (3, TOKENS, 5)
-    assert found.all_box_logits.shape == (3, TOKENS, 4)
+    _, all_logits, all_box_logits = module.proposals(memory, SHAPES)
+    assert all_logits.shape == (3, TOKENS, 5)
+    assert all_box_logits.shape == (3, TOKENS, 4)
     anchors, _ = make_anchors(SHAPES)
     for image in range(3):
-        scores = [(row.max().item(), i) for i, row in enumerate(found.all_logits[image])]
+        scores = [(row.max().item(), i) for i, row in enumerate(all_logits[image])]
         best = [i for _, i in sorted(scores, reverse=True)[:7]]
-        assert torch.equal(found.logits[image], found.all_logits[image, best])
-        assert torch.equal(found.box_logits[image], found.all_box_logits[image, best])
-        tokens = module.project(memory[image, best])
+        assert torch.equal(found.logits[image], all_logits[image, best])
+        assert torch.equal(found.box_logits[image], all_box_logits[image, best])
+        tokens = module.proposals.project(memory[image, best])
         torch.testing.assert_close(found.tokens[image], tokens)
-        torch.testing.assert_close(found.logits[image], module.score_head(tokens), rtol=1e-5, atol=1e-5)
-        boxes = module.box_head(tokens) + anchors[best]
+        torch.testing.assert_close(found.logits[image], module.proposals.score_head(tokens), rtol=1e-5, atol=1e-5)
+        boxes = module.proposals.box_head(tokens) + anchors[best]
         torch.testing.assert_close(found.box_logits[image], boxes, rtol=1e-5, atol=1e-5)
 
 
@@ -77,15 +78,16 @@ def test_invalid_tokens_have_no_say() -> None:
     module, memory, shapes = selection(), torch.randn(1, 60 * 40, 16), [(60, 40)]
     _, valid = make_anchors(shapes)
     broken = torch.where(valid, memory, float("nan"))
-    expected, found = module(memory, shapes), module(broken, shapes)
-    assert torch.equal(found.all_logits, expected.all_logits)
-    assert torch.equal(found.box_logits, expected.box_logits)
-    outside = found.all_box_logits[:, ~valid[:, 0]].sigmoid()
+    _, expected, _ = module.proposals(memory, shapes)
+    _, logits, box_logits = module.proposals(broken, shapes)
+    assert torch.equal(logits, expected)
+    assert torch.equal(module(broken, shapes).box_logits, module(memory, shapes).box_logits)
+    outside = box_logits[:, ~valid[:, 0]].sigmoid()
     assert torch.equal(outside, torch.ones_like(outside))  # box (1, 1, 1, 1), as published
 
 
 def test_starts_from_the_anchors_at_the_prior() -> None:
-    module = QuerySelection(16, num_classes=5, num_queries=7)
-    found = module(torch.randn(1, TOKENS, 16), SHAPES)
-    torch.testing.assert_close(found.all_box_logits[0], make_anchors(SHAPES)[0])
+    module = TokenProposals(16, num_classes=5)
+    _, _, box_logits = module(torch.randn(1, TOKENS, 16), SHAPES)
+    torch.testing.assert_close(box_logits[0], make_anchors(SHAPES)[0])
     assert module.score_head.bias.sigmoid().tolist() == pytest.approx([0.01] * 5)

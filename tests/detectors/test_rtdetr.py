@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -116,7 +117,7 @@ def test_what_the_criterion_is_shown(dense: bool, small: Build, random_boxes: Bo
     output = model(torch.randn(2, 3, 64, 64), targets)
     supervised = output.supervised
     decoder, denoising = [f"decoder_{i}" for i in range(3)], [f"denoising_{i}" for i in range(3)]
-    assert set(supervised) == {*decoder, *denoising, "encoder"}
+    assert set(supervised) == {*decoder, *denoising, "encoder", *(["dense"] if dense else [])}
     for name in decoder:
         assert supervised[name].matching == "one_to_one"
         assert supervised[name].logits.shape == (2, 50, 3)
@@ -124,10 +125,31 @@ def test_what_the_criterion_is_shown(dense: bool, small: Build, random_boxes: Bo
         one = supervised[name]
         assert (one.matching, one.groups, one.logits.shape) == ("given", 3, (2, 12, 3))
         assert one.target_index.tolist() == [[0, 1, -1, -1] * 3, [0, -1, -1, -1] * 3]
-    assert supervised["encoder"].matching == ("one_to_many" if dense else "one_to_one")
-    assert supervised["encoder"].logits.shape == (2, 84 if dense else 50, 3)
+    assert supervised["encoder"].matching == "one_to_one"
+    assert supervised["encoder"].logits.shape == (2, 50, 3)
+    if dense:
+        assert supervised["dense"].matching == "one_to_many"
+        assert supervised["dense"].logits.shape == (2, 84, 3)
+        assert supervised["dense"].boxes.shape == (2, 84, 4)
     assert output.logits is supervised["decoder_2"].logits
     assert output.boxes is supervised["decoder_2"].boxes
+
+
+def test_dense_supervision_has_its_own_head(lively: Build) -> None:
+    """Several proposals to a target must not become several queries to a target: it shares the memory only."""
+    model, images = lively(dense_supervision=True), torch.randn(2, 3, 64, 64)
+    output = model.train()(images)
+    own, selecting = model.dense_head.score_head.weight, model.query_selection.proposals.score_head.weight
+    shared = model.memory_project[0].conv.weight
+    for name, expected in [("dense", [True, False, True]), ("encoder", [False, True, True])]:
+        logits = output.supervised[name].logits
+        found = torch.autograd.grad(logits.sum(), [own, selecting, shared], retain_graph=True, allow_unused=True)
+        assert [gradient is not None for gradient in found] == expected
+    model.eval()
+    before = model(images)
+    nn.init.constant_(own, float("nan"))
+    assert torch.equal(model(images).logits, before.logits)
+    assert lively(dense_supervision=False).dense_head is None
 
 
 @pytest.mark.parametrize("options", [{"denoising_queries": 0}, {}], ids=["none built", "no targets"])
@@ -187,6 +209,53 @@ def test_evaluation_gives_the_last_layer_of_training(
     assert (earlier.logits - expected.logits).abs().max() > 0.01
 
 
+def test_fewer_layers_in_evaluation_are_a_shorter_decoder(small: Build, lively: Build) -> None:
+    model, images = lively(eval_layers=2), torch.randn(2, 3, 64, 96)
+    assert {"decoder_0", "decoder_1", "decoder_2"} < model.train()(images).supervised.keys()
+    short = small(decoder_layers=2).eval()
+    last = re.compile(r"decoder\.(layers|score_heads|box_heads)\.2\.")
+    short.load_state_dict({name: value for name, value in model.state_dict().items() if not last.match(name)})
+    with torch.no_grad():
+        found, expected = model.eval()(images), short(images)
+        model.decoder.eval_layers = 3
+        whole = model(images)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.boxes, expected.boxes)
+    assert (whole.logits - found.logits).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("build", "trained", "evaluated"),
+    [(rtdetr.rtdetr_r50_m, 6, 3), (rtdetr.rtdetr_r50, 6, 6), (rtdetr.rtdetr_r18, 3, 3)],
+)
+def test_published_layers(build: Build, trained: int, evaluated: int) -> None:
+    """R50-m trains six layers and evaluates three (its repository's configuration)."""
+    with torch.device("meta"):
+        model, images = build(80), torch.empty(1, 3, 64, 64)
+    ran: list[int] = []
+    for index, layer in enumerate(model.decoder.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with torch.no_grad():
+        model.eval()(images)
+        assert ran == list(range(evaluated))
+        ran.clear()
+        assert len(model.train()(images).supervised) == trained + 1  # and the encoder's
+    assert ran == list(range(trained))
+
+
+@pytest.mark.parametrize("build", [rtdetr.rtdetr_r50_m, rtdetr.rtdetr_r50, rtdetr.rtdetr_r101])
+def test_backbones_are_frozen_where_asked(build: Build) -> None:
+    with torch.device("meta"):
+        models = [build(80), build(80, frozen_norm=True)]
+
+    def norms(part: nn.Module) -> int:
+        return sum(isinstance(module, nn.BatchNorm2d) for module in part.modules())
+
+    assert [norms(model.backbone) > 50 for model in models] == [True, False]
+    assert norms(models[1].backbone) == 0
+    assert norms(models[0].encoder) == norms(models[1].encoder) > 0
+
+
 def test_a_batch_is_its_images(lively: Build) -> None:
     model, images = lively().eval(), torch.randn(3, 3, 64, 96)
     with torch.no_grad():
@@ -209,7 +278,7 @@ def test_layers_refine_boxes_on_their_own(lively: Build) -> None:
     """Each layer's loss moves its own box head; none reaches those before it, or the selection, through the boxes."""
     model = lively()
     output = model.train()(torch.randn(2, 3, 64, 64))
-    heads = [*model.decoder.box_heads, model.query_selection.box_head]
+    heads = [*model.decoder.box_heads, model.query_selection.proposals.box_head]
     weights = [head.layers[-1].weight for head in heads]
     for index, name in enumerate(["decoder_0", "decoder_1", "decoder_2", "encoder"]):
         boxes = output.supervised[name].boxes
@@ -235,7 +304,8 @@ def test_images_receive_gradients_through_the_memory_only(lively: Build) -> None
     model = lively().train()
     images = torch.randn(1, 3, 64, 64, requires_grad=True)
     logits = model(images).logits
-    gradient = torch.autograd.grad(logits.sum(), [images, model.query_selection.project[0].weight], allow_unused=True)
+    project = model.query_selection.proposals.project[0].weight
+    gradient = torch.autograd.grad(logits.sum(), [images, project], allow_unused=True)
     assert gradient[0].abs().max() > 0
     assert gradient[1] is None
 

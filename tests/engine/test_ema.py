@@ -45,6 +45,28 @@ def test_integer_buffers_are_copied_and_float_buffers_averaged() -> None:
     torch.testing.assert_close(average.model.running_mean, (1 - decay) * model.running_mean)
 
 
+def test_what_is_changed_in_place_is_followed() -> None:
+    """The tensors are looked up once; optimizers, batch norms and loading all change them in place."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    average = ExponentialMovingAverage(model, decay=0.9, warmup=2)
+    average.update(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    expected = {name: value.double() for name, value in average.model.state_dict().items()}
+    for update in range(2, 6):
+        model(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+        if update == 4:
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        average.update(model)
+        decay = 0.9 * (1 - math.exp(-update / 2))
+        for name, value in model.state_dict().items():
+            expected[name] = decay * expected[name] + (1 - decay) * value.double()
+    assert int(average.model[1].num_batches_tracked) == int(model[1].num_batches_tracked) == 5
+    del expected["1.num_batches_tracked"]
+    for name, value in expected.items():
+        torch.testing.assert_close(average.model.state_dict()[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
 def test_the_average_is_a_copy_in_evaluation_mode() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     average = ExponentialMovingAverage(model, decay=0.9, warmup=1)

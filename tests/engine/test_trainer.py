@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitdet.engine.checkpoint import read_weights
+from vitdet import distributed
+from vitdet.engine.checkpoint import load_training_state, read_weights
 from vitdet.engine.ema import ExponentialMovingAverage
 from vitdet.engine.logging import RunLog
 from vitdet.engine.optim import make_optimizer
@@ -67,7 +70,10 @@ class ToySampler:
 @pytest.fixture(autouse=True)
 def _no_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture takes longer than all else here; two tests look at it."""
-    if "files" not in request.node.name and "skipped" not in request.node.name:
+    if request.node.name not in (
+        "test_a_run_writes_its_files",
+        "test_skipped_steps_are_counted_and_the_log_stays_json",
+    ):
         monkeypatch.setattr(RunLog, "draw", lambda self, *, metric: None)
 
 
@@ -97,7 +103,7 @@ def make_trainer(
         evaluate=(lambda model: {"AP": next(given), "AP50": 0.5, "per_class": {}}) if scores else None, metric="AP",
         metadata=ModelMetadata(name, {"num_classes": 1}, ClassMap((4,), ("x",)), Preprocessing((8, 8))), epochs=epochs,
         evaluate_every=every, clip_norm=clip_norm, autocast=None, device=torch.device("cpu"), output=output,
-        config={"seed": 1},
+        config={"seed": 1}, seed=1,
     )  # fmt: skip
 
 
@@ -163,6 +169,52 @@ def test_skipped_steps_are_counted_and_the_log_stays_json(tmp_path: Path) -> Non
     trainer.fit()
     assert [row["skipped"] for row in rows_of(tmp_path)] == [1, 2]
     assert (tmp_path / "curves.png").is_file()
+
+
+def test_steps_left_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(tmp_path, broken=(4, 6), epochs=3).fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch ")]
+    assert [line.partition("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    told = [re.search(r"  (\d) steps skipped, their gradients were not finite  \d+ s$", line) for line in lines]
+    assert [match and match[1] for match in told] == [None, "1", "2"]
+
+
+def test_statistics_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+    """They come through the forward pass, which no skipped step takes back."""
+    trainer = make_trainer(tmp_path / "run", ema=False)
+    trainer.model.register_buffer("steps", torch.tensor(3))
+    trainer.model.register_buffer("mean", torch.ones(2))
+    trainer.train_epoch()
+    trainer.model.mean[1] = math.inf
+    with pytest.raises(UserError) as error:
+        trainer.fit()
+    assert str(error.value) == "mean is not finite after epoch 2; lower optim.lr or set train.precision=fp32"
+    assert not (tmp_path / "run").exists()
+
+
+def test_draws_depend_on_seed_step_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    seeds = []
+    for rank, seed, step in itertools.product(range(2), range(3), range(50)):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        trainer.seed, trainer.step = seed, step
+        seeds.append(trainer.step_seed())
+        assert trainer.step_seed() == seeds[-1]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_step_draws_the_same_whatever_was_drawn_before(tmp_path: Path) -> None:
+    """So that a run goes on from its last epoch as if it had never stopped."""
+    losses = []
+    for before in (0, 17):
+        trainer = make_trainer(tmp_path)
+        torch.rand(before)
+        losses.append([trainer.train_step(batch)["total"].item() for batch in trainer.loader])
+    assert losses[0] == losses[1]
+    trainer = make_trainer(tmp_path)
+    trainer.seed = 2
+    assert trainer.train_step(trainer.loader[0])["total"].item() != losses[0][0]
 
 
 def test_a_bad_step_now_and_then_does_not_end_the_run(tmp_path: Path) -> None:
@@ -284,6 +336,46 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"last\.pt is of a run with name toy, this one has rtdetr_r18; start anew$"):
         other.resume(tmp_path / "last.pt")
     assert equal(weights(other.model), before)
+
+
+def test_a_new_run_leaves_nothing_of_an_older_one(tmp_path: Path) -> None:
+    """Stopped before its first evaluation, it must not pass off the older run's weights as its own."""
+    make_trainer(tmp_path, scores=[0.9] * 5, epochs=5).fit()
+    (tmp_path / "curves.png").write_text("old")
+    trainer = make_trainer(tmp_path, scores=[0.1], epochs=2, every=2)
+
+    def stop(model: nn.Module) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    trainer.evaluate = stop
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "last.pt", "metrics.jsonl"}
+    assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
+    assert load_training_state(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_a_new_run_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
+    make_trainer(tmp_path, scores=[0.9] * 3).fit()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="nothing was learnt in epoch 1"):
+        make_trainer(tmp_path, broken=(0, 1, 2)).fit()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "best.safetensors" in before
+
+
+def test_a_resumed_run_drops_the_row_that_came_before_its_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, scores=[0.1, 0.2, 0.3])
+    trainer.epochs = 1
+    trainer.fit()
+    kept = (tmp_path / "last.pt").read_bytes()
+    trainer.epochs = 2
+    trainer.fit()
+    (tmp_path / "last.pt").write_bytes(kept)  # stopped after the row of the second epoch was written
+    again = make_trainer(tmp_path, scores=[0.2, 0.3])
+    again.resume(tmp_path / "last.pt")
+    again.fit()
+    assert [(row["epoch"], row["step"]) for row in rows_of(tmp_path)] == [(1, 3), (2, 6), (3, 9)]
 
 
 def test_an_error_in_the_first_epoch_leaves_no_folder(tmp_path: Path) -> None:

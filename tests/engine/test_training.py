@@ -110,17 +110,3 @@ def test_resuming_another_model_is_refused(tiny_set: Path, tmp_path: Path) -> No
     other = build_trainer(configure(tiny_set, tmp_path / "run", model={"overrides": overrides}))
     with pytest.raises(UserError, match=r"last\.pt is of a run with arguments .*'num_queries': 20.*; start anew$"):
         other.resume(tmp_path / "run" / "last.pt")
-
-
-def test_starting_from_weights(tiny_set: Path, tmp_path: Path) -> None:
-    """``model.weights`` gives the first weights, and another model's are refused."""
-    trainer = build_trainer(configure(tiny_set, tmp_path / "run"))
-    trainer.epochs, trainer.evaluate = 1, None
-    trainer.fit()
-    path = tmp_path / "run" / "best.safetensors"
-    started = build_trainer(configure(tiny_set, tmp_path / "next", seed=7, model={"weights": str(path)}))
-    assert not differing(started.model.state_dict(), trainer.ema.model.state_dict())
-    with pytest.raises(UserError, match=r"best\.safetensors is of 'rtdetr_nano', .*the run trains 'rtdetr_r18'"):
-        build_trainer(
-            configure(tiny_set, tmp_path / "next", model={"name": "rtdetr_r18", "weights": str(path), "overrides": {}})
-        )

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitdet.errors import UserError
 from vitdet.evaluation.coco import CocoEvaluator
-from vitdet.inference.outputs import PredictionWriter, format_table
+from vitdet.inference.outputs import SHEET, PredictionWriter, format_table
 from vitdet.structures import ClassMap, Detections
 
 CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
@@ -45,6 +45,13 @@ def test_pictures_never_replace_one_another(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(picture), found(None).plot())
     with Image.open(tmp_path / "new" / "out" / "x_4.jpg") as picture:
         assert (picture.format, picture.size) == ("JPEG", (120, 100))
+
+
+def test_no_picture_takes_the_sheets_place(tmp_path: Path) -> None:
+    with PredictionWriter(tmp_path, CLASS_MAP) as writer:
+        pictures = [writer.write(found(source)).name for source in ("a/sheet.jpg", "a/Sheet.png", "b/SHEET.webp")]
+    assert pictures == ["sheet_2.jpg", "Sheet.png", "SHEET_3.jpg"]
+    assert SHEET == "sheet.jpg"
 
 
 def test_predictions_are_a_coco_result_list(tmp_path: Path) -> None:

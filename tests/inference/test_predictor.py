@@ -158,7 +158,7 @@ def test_stream_reads_only_as_far_as_needed(predictor: Predictor) -> None:
 
 def test_results_before_a_bad_image_are_given(predictor: Predictor, tmp_path: Path) -> None:
     (tmp_path / "bad.jpg").write_text("no image")
-    stream = predictor.stream([scene(32, 48), scene(32, 48), tmp_path / "bad.jpg"])
+    stream = predictor.stream([scene(32, 48)] * 3 + [tmp_path / "bad.jpg"])  # batches of two
     assert len([next(stream), next(stream)]) == 2
     with pytest.raises(UserError, match=r"bad\.jpg is not an image in a known format"):
         next(stream)

@@ -114,6 +114,16 @@ def test_without_targets() -> None:
         assert matcher.one_to_many(output, targets, count=3).tolist() == [[-1] * 4] * 2
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_targets_are_counted_whatever_the_first_query_says(bad: float) -> None:
+    """The costs tell real targets from padding; a broken prediction must not hide a target."""
+    matcher, targets, outputs = HungarianMatcher(), random_targets([2, 0, 5, 1], 3), [prediction(4, 6, 3) for _ in "ab"]
+    outputs[0].logits[:, 0] = bad
+    outputs[0].boxes[:, 0] = bad
+    for found in matcher.one_to_one(outputs, targets):
+        assert [sorted(t for _, t in pairs(row)) for row in found] == [[0, 1], [], [0, 1, 2, 3, 4], [0]]
+
+
 @pytest.mark.parametrize(("queries", "count"), [(20, 4), (6, 4), (3, 8)])
 def test_one_to_many_by_plain_loops(queries: int, count: int) -> None:
     matcher, output, counts = HungarianMatcher(), prediction(3, queries, 2), [3, 5, 0]

@@ -46,9 +46,10 @@ def reference_r18(num_labels: int = 80, **options) -> nn.Module:
     return with_random_values(transformers.RTDetrForObjectDetection(config))
 
 
-def reference_r50() -> nn.Module:
+def reference_r50(**options) -> nn.Module:
     """Their model with its default numbers, the published R50's."""
-    return with_random_values(transformers.RTDetrForObjectDetection(transformers.RTDetrConfig(num_labels=80)))
+    config = transformers.RTDetrConfig(num_labels=80, **options)
+    return with_random_values(transformers.RTDetrForObjectDetection(config))
 
 
 def with_random_values(model: nn.Module) -> nn.Module:
@@ -130,12 +131,16 @@ def their_loss_names(layers: int) -> dict[str, str]:
     return {f"{ours}/{term}": name + suffix for ours, suffix in suffixes.items() for term, name in terms.items()}
 
 
-@pytest.fixture
-def trained_pair(tmp_path: Path) -> tuple[nn.Module, RTDETR]:
-    """Both in training mode, with batch statistics everywhere and without denoising, whose noise is random."""
-    theirs = reference_r18(freeze_backbone_batch_norms=False, num_denoising=0)
+@pytest.fixture(params=["r18", "r50"])
+def trained_pair(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[nn.Module, RTDETR]:
+    """Both in training mode, without denoising, whose noise is random; R50 with frozen norms in its backbone."""
+    if request.param == "r18":
+        theirs = reference_r18(freeze_backbone_batch_norms=False, num_denoising=0)
+        ours = rtdetr_r18(80, denoising_queries=0)
+    else:
+        theirs = reference_r50(num_denoising=0)
+        ours = rtdetr_r50(80, frozen_norm=True, denoising_queries=0)
     theirs.save_pretrained(tmp_path)
-    ours = rtdetr_r18(80, denoising_queries=0)
     load_huggingface(ours, tmp_path)
     return theirs.train(), ours.train()
 
@@ -151,7 +156,7 @@ def test_same_losses_and_gradients(trained_pair: tuple[nn.Module, RTDETR]) -> No
     expected = theirs(images, labels=[{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)])
     targets = Targets.from_lists(boxes, labels)
     losses = Criterion(matcher=HungarianMatcher())(ours(images, targets), targets)
-    names = their_loss_names(layers=3)
+    names = their_loss_names(layers=len(ours.decoder.layers))
     assert set(losses) == {*names, "total"}
     assert set(expected.loss_dict) == set(names.values())
     for name, their_name in names.items():

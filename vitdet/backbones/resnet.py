@@ -135,11 +135,11 @@ def resnet34_vd() -> ResNet:
     return ResNet(depths=(3, 4, 6, 3), block=BasicBlock)
 
 
-def resnet50_vd(*, frozen_norm: bool = True) -> ResNet:
+def resnet50_vd(*, frozen_norm: bool = False) -> ResNet:
     """50 layers (arXiv 1512.03385, table 1)."""
     return ResNet(depths=(3, 4, 6, 3), block=Bottleneck, frozen_norm=frozen_norm)
 
 
-def resnet101_vd(*, frozen_norm: bool = True) -> ResNet:
+def resnet101_vd(*, frozen_norm: bool = False) -> ResNet:
     """101 layers (arXiv 1512.03385, table 1)."""
     return ResNet(depths=(3, 4, 23, 3), block=Bottleneck, frozen_norm=frozen_norm)

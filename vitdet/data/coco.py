@@ -194,7 +194,9 @@ def _record(image: dict[str, Any], rows: list[tuple], *, folder: Path, image_id:
 
 def _integer_ids(identifiers: list[Any]) -> list[int]:
     """The image ids where all are whole numbers, else 1…N in order."""
-    return identifiers if all(map(_is_integer, identifiers)) else list(range(1, len(identifiers) + 1))
+    # Results are kept as float64, which tells whole numbers apart only below 2**53.
+    usable = all(_is_integer(one) and 0 <= one < 2**53 for one in identifiers)
+    return identifiers if usable else list(range(1, len(identifiers) + 1))
 
 
 def _get(entry: Any, key: str, where: str) -> Any:

@@ -16,6 +16,10 @@ from PIL import Image, ImageCms, ImageOps
 from vitdet.errors import UserError
 
 MAX_PIXELS = 178_956_970  # half a GiB as RGB; a larger image is refused before memory is taken
+# What counts as an image in a folder or behind a pattern; a file named by itself may be called anything.
+IMAGE_SUFFIXES = frozenset(
+    ".avif .bmp .gif .jfif .jpe .jpeg .jpg .jp2 .mpo .png .ppm .tif .tiff .webp".split()  # noqa: SIM905 - a table
+)
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 

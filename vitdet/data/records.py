@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vitdet.errors import some
 from vitdet.structures import ClassMap
 
 
@@ -110,15 +111,8 @@ def training_notes(records: list[ImageRecord]) -> list[str]:
     notes = []
     if empty:
         verb = "es of zero area are" if len(empty) > 1 else " of zero area is"
-        notes.append(f"{len(empty)} box{verb} left out of training: {_some(empty)}")
+        notes.append(f"{len(empty)} box{verb} left out of training: {some(list(dict.fromkeys(empty)))}")
     if outside:
         verb = "es reach beyond the image and are" if len(outside) > 1 else " reaches beyond the image and is"
-        notes.append(f"{len(outside)} box{verb} clipped for training: {_some(outside)}")
+        notes.append(f"{len(outside)} box{verb} clipped for training: {some(list(dict.fromkeys(outside)))}")
     return notes
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    """The first few distinct names, and how many more there are."""
-    distinct = list(dict.fromkeys(names))
-    more = len(distinct) - most
-    return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")

@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from vitdet.data.coco import check_inside
-from vitdet.data.images import image_size
+from vitdet.data.images import IMAGE_SUFFIXES, image_size
 from vitdet.data.records import DetectionSet, ImageRecord, training_notes
 from vitdet.errors import UserError
 from vitdet.structures import ClassMap
 
 MAX_XML_BYTES = 8 * 2**20
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _find_images(root: Path, stems: list[str], split: str) -> dict[str, Path]:
     folder = root / "JPEGImages"
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.suffix.lower() in _IMAGE_SUFFIXES:
+        if path.suffix.lower() in IMAGE_SUFFIXES:
             files.setdefault(path.stem, path)
     absent = [stem for stem in stems if stem not in files]
     if absent:

@@ -15,18 +15,15 @@ from vitdet.detectors.heads import make_box_head, make_score_head
 
 @dataclass
 class SelectedQueries:
-    """The chosen tokens and what was predicted on the way.
+    """The chosen tokens and what they propose.
 
     Attributes:
-        tokens: (B, Q, C), cut from the graph. box_logits: (B, Q, 4), with gradient.
-        logits: (B, Q, K). all_logits, all_box_logits: the same for every memory token, (B, M, K) and (B, M, 4).
+        tokens: (B, Q, C), cut from the graph. box_logits: (B, Q, 4) and logits: (B, Q, K), with gradient.
     """
 
     tokens: Tensor
     box_logits: Tensor
     logits: Tensor
-    all_logits: Tensor
-    all_box_logits: Tensor
 
 
 def make_anchors(
@@ -55,6 +52,35 @@ def make_anchors(
     return torch.where(valid, torch.logit(anchors.clamp(1e-6, 1 - 1e-6)), 0.0), valid
 
 
+class TokenProposals(nn.Module):
+    """Lets every memory token propose a class and a box.
+
+    One of them selects the queries. A second one may learn several proposals to a target, in training only: the
+    selecting one must not, or it would score neighbours alike and fill the queries with duplicates.
+
+    Args:
+        width: C. num_classes: K.
+    """
+
+    def __init__(self, width: int, *, num_classes: int) -> None:
+        super().__init__()
+        linear = nn.Linear(width, width)
+        nn.init.xavier_uniform_(linear.weight)
+        self.project = nn.Sequential(linear, nn.LayerNorm(width))
+        self.score_head = make_score_head(width, num_classes)
+        self.box_head = make_box_head(width)
+
+    def forward(self, memory: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, M, C) tokens of maps of the given shapes to projected tokens, logits (B, M, K), box logits (B, M, 4)."""
+        anchors, valid = make_anchors(shapes, device=memory.device)
+        # `where`, not a product with the mask: a NaN survives multiplication by 0.
+        tokens = self.project(torch.where(valid, memory, 0.0))  # (B, M, C)
+        logits = self.score_head(tokens)  # (B, M, K)
+        # An invalid anchor stands for "the whole image, lower right", as published: box (1, 1, 1, 1).
+        box_logits = self.box_head(tokens).float() + torch.where(valid, anchors, 100.0)  # (B, M, 4)
+        return tokens, logits, box_logits
+
+
 class QuerySelection(nn.Module):
     """Scores all memory tokens and keeps the best.
 
@@ -65,24 +91,15 @@ class QuerySelection(nn.Module):
     def __init__(self, width: int, *, num_classes: int, num_queries: int) -> None:
         super().__init__()
         self.num_queries = num_queries
-        linear = nn.Linear(width, width)
-        nn.init.xavier_uniform_(linear.weight)
-        self.project = nn.Sequential(linear, nn.LayerNorm(width))
-        self.score_head = make_score_head(width, num_classes)
-        self.box_head = make_box_head(width)
+        self.proposals = TokenProposals(width, num_classes=num_classes)
 
     def forward(self, memory: Tensor, shapes: list[tuple[int, int]]) -> SelectedQueries:
         """(B, M, C) tokens of maps of the given shapes to the Q best."""
-        anchors, valid = make_anchors(shapes, device=memory.device)
-        # `where`, not a product with the mask: a NaN survives multiplication by 0.
-        tokens = self.project(torch.where(valid, memory, 0.0))  # (B, M, C)
-        logits = self.score_head(tokens)  # (B, M, K)
-        # An invalid anchor stands for "the whole image, lower right", as published: box (1, 1, 1, 1).
-        box_logits = self.box_head(tokens).float() + torch.where(valid, anchors, 100.0)  # (B, M, 4)
+        tokens, logits, box_logits = self.proposals(memory, shapes)
         count = min(self.num_queries, memory.shape[1])
         index = logits.amax(-1).topk(count, dim=1).indices[..., None]  # (B, Q, 1)
 
         def pick(values: Tensor) -> Tensor:
             return values.gather(1, index.expand(-1, -1, values.shape[-1]))
 
-        return SelectedQueries(pick(tokens).detach(), pick(box_logits), pick(logits), logits, box_logits)
+        return SelectedQueries(pick(tokens).detach(), pick(box_logits), pick(logits))

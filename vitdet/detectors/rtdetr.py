@@ -19,7 +19,7 @@ from vitdet.core.feedforward import MLP
 from vitdet.detectors.denoising import Denoising, DenoisingQueries
 from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
 from vitdet.detectors.hybrid_encoder import HybridEncoder
-from vitdet.detectors.query_selection import QuerySelection, SelectedQueries
+from vitdet.detectors.query_selection import QuerySelection, SelectedQueries, TokenProposals
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
 
 
@@ -28,12 +28,15 @@ class RefiningDecoder(nn.Module):
 
     Args:
         width: C. heads, hidden, points: of each layer. layers: L. levels: S. num_classes: K.
+        eval_layers: how many of the layers are used in evaluation.
     """
 
     def __init__(
-        self, *, width: int, heads: int, hidden: int, layers: int, levels: int, points: int, num_classes: int
-    ) -> None:
+        self, *, width: int, heads: int, hidden: int, layers: int, levels: int, points: int, num_classes: int,
+        eval_layers: int,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.eval_layers = eval_layers
         self.layers = nn.ModuleList(
             DecoderBlock(
                 width, heads, hidden, activation="relu",
@@ -55,18 +58,19 @@ class RefiningDecoder(nn.Module):
             mask: (Q, Q), True = may attend.
 
         Returns:
-            One (logits (B, Q, K), boxes (B, Q, 4)) a layer; in evaluation the last layer's only.
+            One (logits (B, Q, K), boxes (B, Q, 4)) a layer; in evaluation that of the last layer used only.
         """
         reference = box_logits.detach().float().sigmoid()
         outputs = []
+        used = len(self.layers) if self.training else self.eval_layers
         for index, (layer, score_head, box_head) in enumerate(
-            zip(self.layers, self.score_heads, self.box_heads, strict=True)
+            zip(self.layers[:used], self.score_heads[:used], self.box_heads[:used], strict=True)
         ):
             context = {"reference_boxes": reference, "shapes": shapes}
             pos = self.query_pos(reference)
             tokens = layer(tokens, memory, query_pos=pos, mask=mask, context=context)
             boxes = (box_head(tokens).float() + inverse_sigmoid(reference)).sigmoid()
-            if self.training or index == len(self.layers) - 1:
+            if self.training or index == used - 1:
                 outputs.append((score_head(tokens), boxes))
             reference = boxes.detach()  # layers learn on their own; the loss sees the boxes before the cut
         return outputs
@@ -80,10 +84,10 @@ class RTDETR(nn.Module):
         num_classes: K.
         encoder_width, encoder_hidden, encoder_expansion, encoder_blocks: of :class:`HybridEncoder`.
         width, heads, decoder_hidden, decoder_layers, points: of :class:`RefiningDecoder`.
+        eval_layers: decoder layers used in evaluation; all where not given.
         num_queries: Q. denoising_queries, label_noise, box_noise: of :class:`Denoising`; 0 queries for none.
-        dense_supervision: additionally supervise every encoder token, several to a target ("one_to_many"), instead of
-            the selected ones one to one. It gives each image some hundred times the positive examples, which is what
-            short trainings on few images lack.
+        dense_supervision: in training, a second head on all encoder tokens learns several to a target
+            ("one_to_many"): more positive examples a step, which is what short trainings on few images lack.
     """
 
     stride = 32  # height and width of the images must be divisible by it
@@ -93,10 +97,23 @@ class RTDETR(nn.Module):
         encoder_expansion: float = 1.0, encoder_blocks: int = 3, width: int = 256, heads: int = 8,
         decoder_hidden: int = 1024, decoder_layers: int = 6, points: int = 4, num_queries: int = 300,
         denoising_queries: int = 100, label_noise: float = 0.5, box_noise: float = 1.0, dense_supervision: bool = False,
+        eval_layers: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        eval_layers = decoder_layers if eval_layers is None else eval_layers
+        at_least(
+            1, num_classes=num_classes, encoder_width=encoder_width, encoder_hidden=encoder_hidden,
+            encoder_blocks=encoder_blocks, width=width, heads=heads, decoder_hidden=decoder_hidden,
+            decoder_layers=decoder_layers, eval_layers=eval_layers, points=points, num_queries=num_queries,
+        )  # fmt: skip
+        at_least(0, denoising_queries=denoising_queries, label_noise=label_noise, box_noise=box_noise)
+        if encoder_expansion <= 0 or label_noise > 1 or eval_layers > decoder_layers:
+            raise ValueError(
+                "encoder_expansion must be above 0, label_noise at most 1, eval_layers at most decoder_layers; "
+                f"got {encoder_expansion}, {label_noise}, {eval_layers} of {decoder_layers}"
+            )
         channels: Sequence[int] = backbone.channels  # type: ignore[assignment]
-        self.num_classes, self.dense_supervision = num_classes, dense_supervision
+        self.num_classes = num_classes
         self.backbone = backbone
         self.encoder = HybridEncoder(
             channels, width=encoder_width, heads=heads, hidden=encoder_hidden, expansion=encoder_expansion,
@@ -104,6 +121,7 @@ class RTDETR(nn.Module):
         )  # fmt: skip
         self.memory_project = nn.ModuleList(ConvNorm(c, width, 1) for c in self.encoder.channels)
         self.query_selection = QuerySelection(width, num_classes=num_classes, num_queries=num_queries)
+        self.dense_head = TokenProposals(width, num_classes=num_classes) if dense_supervision else None
         self.denoising = (
             Denoising(
                 width, num_classes=num_classes, queries=denoising_queries, label_noise=label_noise, box_noise=box_noise
@@ -113,7 +131,7 @@ class RTDETR(nn.Module):
         )
         self.decoder = RefiningDecoder(
             width=width, heads=heads, hidden=decoder_hidden, layers=decoder_layers, levels=len(channels),
-            points=points, num_classes=num_classes,
+            points=points, num_classes=num_classes, eval_layers=eval_layers,
         )  # fmt: skip
 
     def forward(self, images: Tensor, targets: Targets | None = None) -> DetectorOutput:
@@ -143,7 +161,11 @@ class RTDETR(nn.Module):
         if not self.training:
             logits, boxes = layers[-1]
             return DetectorOutput(logits, boxes)
-        return self.supervise(layers, selected, denoising)
+        output = self.supervise(layers, selected, denoising)
+        if self.dense_head is not None:
+            _, logits, box_logits = self.dense_head(memory, shapes)
+            output.supervised["dense"] = SupervisedOutput(logits, box_logits.sigmoid(), "one_to_many")
+        return output
 
     def encode(self, images: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
         """(B, 3, h, w) images to memory tokens (B, M, C) and the shapes of their S maps."""
@@ -164,14 +186,16 @@ class RTDETR(nn.Module):
                 supervised[f"denoising_{index}"] = SupervisedOutput(
                     logits[:, :known], boxes[:, :known], "given", denoising.target_index, denoising.groups
                 )
-        if self.dense_supervision:
-            supervised["encoder"] = SupervisedOutput(
-                selected.all_logits, selected.all_box_logits.sigmoid(), "one_to_many"
-            )
-        else:
-            supervised["encoder"] = SupervisedOutput(selected.logits, selected.box_logits.sigmoid())
+        supervised["encoder"] = SupervisedOutput(selected.logits, selected.box_logits.sigmoid())
         final = supervised[f"decoder_{len(layers) - 1}"]
         return DetectorOutput(final.logits, final.boxes, supervised)
+
+
+def at_least(least: int, **values: float) -> None:
+    """Refuse any of the named values that is below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def rtdetr_r18(num_classes: int, **overrides) -> RTDETR:
@@ -186,20 +210,24 @@ def rtdetr_r34(num_classes: int, **overrides) -> RTDETR:
     return RTDETR(resnet34_vd(), num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetr_r50_m(num_classes: int, **overrides) -> RTDETR:
-    """RT-DETR-R50-m: 36 M parameters, 100 GFLOPs, COCO AP 51.3 (the same)."""
-    return RTDETR(resnet50_vd(), num_classes=num_classes, **({"encoder_expansion": 0.5} | overrides))
+def rtdetr_r50_m(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETR-R50-m: 36 M parameters, 100 GFLOPs, COCO AP 51.3 (the same); trains six layers, evaluates three.
+
+    ``frozen_norm``: fixed batch norms in the backbone, as published; only with a backbone that was trained before.
+    """
+    numbers = {"encoder_expansion": 0.5, "eval_layers": 3}
+    return RTDETR(resnet50_vd(frozen_norm=frozen_norm), num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetr_r50(num_classes: int, **overrides) -> RTDETR:
-    """RT-DETR-R50: 42 M parameters, 136 GFLOPs, COCO AP 53.1 (arXiv 2304.08069, table 2)."""
-    return RTDETR(resnet50_vd(), num_classes=num_classes, **overrides)
+def rtdetr_r50(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETR-R50: 42 M parameters, 136 GFLOPs, COCO AP 53.1 (arXiv 2304.08069, table 2); see :func:`rtdetr_r50_m`."""
+    return RTDETR(resnet50_vd(frozen_norm=frozen_norm), num_classes=num_classes, **overrides)
 
 
-def rtdetr_r101(num_classes: int, **overrides) -> RTDETR:
-    """RT-DETR-R101: 76 M parameters, 259 GFLOPs, COCO AP 54.3 (arXiv 2304.08069, table 2)."""
+def rtdetr_r101(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETR-R101: 76 M parameters, 259 GFLOPs, COCO AP 54.3 (the same table); see :func:`rtdetr_r50_m`."""
     numbers = {"encoder_width": 384, "encoder_hidden": 2048}
-    return RTDETR(resnet101_vd(), num_classes=num_classes, **(numbers | overrides))
+    return RTDETR(resnet101_vd(frozen_norm=frozen_norm), num_classes=num_classes, **(numbers | overrides))
 
 
 def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vitdet.engine.checkpoint import write_atomically
+
 T = TypeVar("T")
 
 
@@ -17,8 +19,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def progress(items: Iterable[T], *, total: int, title: str, every: float = 30.0) -> Iterator[T]:
+def progress(items: Iterable[T], *, total: int, title: str, every: float = 30.0, show: bool = True) -> Iterator[T]:
     """Go through items showing how far: a rich bar on a terminal, elsewhere a plain line every ``every`` seconds."""
+    if not show:
+        yield from items
+        return
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
@@ -34,29 +39,43 @@ def progress(items: Iterable[T], *, total: int, title: str, every: float = 30.0)
             say(f"{title}: {done}/{total}, {(now - start) / done * (total - done):.0f} s left")
 
 
+RUN_FILES = ("metrics.jsonl", "curves.png", "best.safetensors", "last.pt", "config.yaml")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``, none where there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 class RunLog:
     """Appends rows to ``metrics.jsonl`` in the run's folder and draws ``curves.png`` from all of them.
 
     Args:
-        folder: of the run. resume: keep the rows already there; otherwise they are of an older run and go.
+        folder: of the run. resumed: the epoch to go on from; later rows are dropped.
+            0 is a new run, whose first row takes the place of an older run's files.
     """
 
-    def __init__(self, folder: Path, *, resume: bool = False) -> None:
+    def __init__(self, folder: Path, *, resumed: int = 0) -> None:
+        self.folder, self.resumed = folder, resumed
         self.path, self.picture = folder / "metrics.jsonl", folder / "curves.png"
-        if not resume:
-            self.path.unlink(missing_ok=True)
+        self._kept: list[dict[str, Any]] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows so far."""
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        if self._kept is None:
+            self._kept = [row for row in read_rows(self.path) if row["epoch"] <= self.resumed]
+        return self._kept
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row; the first one makes the folder."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a row; the first one of a new run makes the folder."""
+        rows = self.rows()
+        if not rows and not self.resumed:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in RUN_FILES:
+                (self.folder / name).unlink(missing_ok=True)
+        rows.append(row)
+        text = "".join(json.dumps(one) + "\n" for one in rows)
+        write_atomically(self.path, lambda temporary: temporary.write_text(text))
 
     def draw(self, *, metric: str) -> None:
         """Draw losses, the metric and the learning rate over the epochs."""

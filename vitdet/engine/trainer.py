@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Trainer:
         epochs: length of the run. evaluate_every: epochs between evaluations; the last one always is.
         clip_norm: largest gradient norm, 0 for none. autocast: dtype, or None for float32.
         output: the run's folder, made when the first epoch is over. config: plain values, kept with the run.
+        seed: with the step and the process, of all that is drawn in a step.
     """
 
     def __init__(
@@ -53,18 +55,18 @@ class Trainer:
         rate: Callable[[int], float], loader: Iterable, sampler: EpochSampler, ema: ExponentialMovingAverage | None,
         evaluate: Callable[[nn.Module], dict[str, Any]] | None, metric: str, metadata: ModelMetadata, epochs: int,
         evaluate_every: int, clip_norm: float, autocast: torch.dtype | None, device: torch.device, output: Path,
-        config: dict[str, Any],
+        config: dict[str, Any], seed: int,
     ) -> None:  # fmt: skip
         self.model, self.criterion, self.optimizer, self.rate = model, criterion, optimizer, rate
         self.loader, self.sampler, self.ema = loader, sampler, ema
         self.evaluate, self.metric, self.metadata = evaluate, metric, metadata
         self.epochs, self.evaluate_every, self.clip_norm = epochs, evaluate_every, clip_norm
         self.autocast, self.device, self.output, self.config = autocast, device, output, config
+        self.seed, self.main = seed, distributed.rank() == 0
         self.base_rates = [group["lr"] for group in optimizer.param_groups]
         self.epoch, self.step, self.best, self.seconds = 0, 0, float("-inf"), 0.0
         self.best_metrics: dict[str, Any] = {}
         self.skipped = torch.zeros((), device=device)
-        self.resumed = False
 
     @property
     def bare_model(self) -> nn.Module:
@@ -78,17 +80,20 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to the end and return the metrics of the best weights; only the main process has any."""
-        log = RunLog(self.output, resume=self.resumed) if distributed.rank() == 0 else None
+        log = RunLog(self.output, resumed=self.epoch) if self.main else None
         while self.epoch < self.epochs:
             losses = self.train_epoch()
             row = {"epoch": self.epoch, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"], "loss": losses}
             metrics: dict[str, Any] = {}
             if self.evaluate and (self.epoch % self.evaluate_every == 0 or self.epoch == self.epochs):
+                # Batch statistics are each process's own where they are not synchronised.
+                distributed.share_from_main(self.best_model.state_dict().values())
                 metrics = self.evaluate(self.best_model)
                 metrics.pop("results", None)
                 row["metrics"] = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             if log:
-                log.write(row | {"seconds": round(self.seconds, 2), "skipped": int(self.skipped)})
+                row |= {"seconds": round(self.seconds, 2), "skipped": int(self.skipped)}
+                log.write(row)
                 self.report(row)
                 self.keep(metrics)
                 log.draw(metric=self.metric)
@@ -98,18 +103,16 @@ class Trainer:
         """One pass over the loader; returns the mean losses of finite steps, summed over predictions by term."""
         self.sampler.set_epoch(self.epoch)
         self.model.train()
-        start, count = time.monotonic(), 0
-        skipped, finite_steps = self.skipped.clone(), torch.zeros((), device=self.device)
-        sums: dict[str, Tensor] = {}
+        start, count, names = time.monotonic(), 0, list[str]()
+        skipped = self.skipped.clone()
+        sums, finite_steps = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         title = f"epoch {self.epoch + 1}/{self.epochs}"
-        for batch in progress(self.loader, total=len(self.sampler), title=title):
+        for batch in progress(self.loader, total=len(self.sampler), title=title, show=self.main):
             losses = self.train_step(batch)
-            count += 1
+            count, names = count + 1, list(losses)
             finite = losses["total"].detach().isfinite()
             finite_steps += finite
-            for name, value in losses.items():
-                term = name.rsplit("/", 1)[-1]
-                sums[term] = sums.get(term, 0) + torch.where(finite, value.detach(), 0.0)
+            sums = sums + torch.where(finite, torch.stack([value.detach() for value in losses.values()]), 0.0)
         self.epoch += 1
         self.seconds += time.monotonic() - start
         if int(self.skipped - skipped) >= count:
@@ -117,10 +120,25 @@ class Trainer:
                 f"nothing was learnt in epoch {self.epoch}: the gradients were not finite and all {count} steps were "
                 "skipped; lower optim.lr or check the annotations"
             )
-        return {term: float(value) / max(1.0, float(finite_steps)) for term, value in sums.items()}
+        self.check_buffers()
+        means = (sums / finite_steps.clamp(min=1)).tolist()
+        by_term: dict[str, float] = {}
+        for name, mean in zip(names, means, strict=True):
+            term = name.rsplit("/", 1)[-1]
+            by_term[term] = by_term.get(term, 0.0) + mean
+        return by_term
+
+    def check_buffers(self) -> None:
+        """A skipped step leaves the weights alone, but its images have gone through the batch statistics."""
+        for name, buffer in self.bare_model.named_buffers():
+            if buffer.is_floating_point() and not buffer.isfinite().all():
+                raise UserError(
+                    f"{name} is not finite after epoch {self.epoch}; lower optim.lr or set train.precision=fp32"
+                )
 
     def train_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Forward, loss, backward, clip, step, average."""
+        torch.manual_seed(self.step_seed())
         images = batch["images"].to(self.device, non_blocking=True)
         targets = batch["targets"].to(self.device, non_blocking=True)
         images = self.metadata.preprocessing.normalize(images)
@@ -142,12 +160,18 @@ class Trainer:
             self.ema.update(self.bare_model)
         return losses
 
+    def step_seed(self) -> int:
+        """Seed of what this step draws on this process: the same after a resume, another on each process."""
+        sequence = np.random.SeedSequence([self.seed, self.step, distributed.rank()])
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
     def report(self, row: dict[str, Any]) -> None:
         """One line about the epoch."""
-        line = f"epoch {row['epoch']}/{self.epochs}  loss {row['loss']['total']:.3f}  lr {row['lr']:.2e}"
         metrics = row.get("metrics", {})
-        scores = "  ".join(f"{name} {metrics[name]:.3f}" for name in (self.metric, "AP50") if name in metrics)
-        say(f"{line}  {scores}  {self.seconds:.0f} s".replace("    ", "  "))
+        parts = [f"epoch {row['epoch']}/{self.epochs}", f"loss {row['loss']['total']:.3f}", f"lr {row['lr']:.2e}"]
+        parts += [f"{name} {metrics[name]:.3f}" for name in dict.fromkeys((self.metric, "AP50")) if name in metrics]
+        parts += [f"{row['skipped']} steps skipped, their gradients were not finite"] if row["skipped"] else []
+        say("  ".join([*parts, f"{self.seconds:.0f} s"]))
 
     def keep(self, metrics: dict[str, Any]) -> None:
         """Write ``best.safetensors`` where the metric is the best so far (or there is none), and ``last.pt``."""
@@ -175,8 +199,6 @@ class Trainer:
             "skipped": float(self.skipped),
             "metadata": self.metadata.to_dict(),
             "config": self.config,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
 
     def resume(self, path: Path) -> None:
@@ -192,9 +214,5 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step, self.best, self.seconds = state["epoch"], state["step"], state["best"], state["seconds"]
         self.skipped.fill_(state["skipped"])
-        self.best_metrics = state["best_metrics"] if distributed.rank() == 0 else {}
+        self.best_metrics = state["best_metrics"] if self.main else {}
         self.metadata.metrics = theirs["metrics"]
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and state["cuda_rng"]:
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        self.resumed = True

@@ -12,6 +12,8 @@ from typing import Any
 from vitdet.errors import UserError
 from vitdet.structures import ClassMap, Detections
 
+SHEET = "sheet.jpg"  # where the pictures of a run may be shown side by side
+
 
 class PredictionWriter:
     """Writes results into a folder, one by one.
@@ -39,7 +41,7 @@ class PredictionWriter:
                 f"the output folder {out_dir} cannot be made, because a file has that name; choose another"
             ) from error
         self._class_map = class_map
-        self._taken: set[str] = set()
+        self._taken = {SHEET}  # and no picture may have its name
         self._images = 0
         self._counts: Counter[int] = Counter()
         # Rows go to the file at once, so that a large folder never lies in memory.

@@ -95,7 +95,7 @@ class Predictor:
             One result an image, in order; CPU tensors, pixels of the original image, best first.
 
         Raises:
-            UserError: something is no image, does not exist or cannot be decoded; results before it have been yielded.
+            UserError: something is no image, does not exist or cannot be decoded; batches before it have been yielded.
         """
         threshold = self.threshold if threshold is None else _checked_threshold(threshold)
         return self._stream(images, threshold)

@@ -12,28 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitdet.data.images import to_rgb
+from vitdet.data.images import IMAGE_SUFFIXES, to_rgb
 from vitdet.errors import UserError
-
-# What counts as an image in a folder or behind a pattern; a file named by itself may be called anything.
-IMAGE_SUFFIXES = frozenset(
-    (
-        ".avif",
-        ".bmp",
-        ".gif",
-        ".jfif",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jp2",
-        ".mpo",
-        ".png",
-        ".ppm",
-        ".tif",
-        ".tiff",
-        ".webp",
-    )
-)
 
 
 def iterate_images(images: Any) -> Iterator[Path | np.ndarray]:

@@ -59,9 +59,10 @@ class HungarianMatcher:
         boxes = torch.cat([output.boxes for output in outputs], dim=1)
         index = np.full(logits.shape[:2], -1, dtype=np.int64)
         if targets.labels.shape[1]:
-            costs = self.cost(logits, boxes, targets).cpu().numpy()  # (B, ΣQ, T)
-            counts = targets.valid.sum(1).tolist()
-            for image, count in enumerate(counts):
+            padding = ~targets.valid[:, None]
+            costs = self.cost(logits, boxes, targets).masked_fill(padding, float("inf")).cpu().numpy()  # (B, ΣQ, T)
+            # Told by the costs, so that nothing else is transferred: the first query's are finite but on padding.
+            for image, count in enumerate(np.isfinite(costs[:, 0]).sum(-1).tolist()):
                 start = 0
                 for size in sizes:
                     query, target = linear_sum_assignment(costs[image, start : start + size, :count])

@@ -41,9 +41,9 @@ HUGGINGFACE_RULES: Rules = [
     # query selection and denoising
     (r"^decoder_input_proj\.(\d+)\.0\.", r"memory_project.\1.conv."),
     (r"^decoder_input_proj\.(\d+)\.1\.", r"memory_project.\1.norm."),
-    (r"^enc_output\.", "query_selection.project."),
-    (r"^enc_score_head\.", "query_selection.score_head."),
-    (r"^enc_bbox_head\.", "query_selection.box_head."),
+    (r"^enc_output\.", "query_selection.proposals.project."),
+    (r"^enc_score_head\.", "query_selection.proposals.score_head."),
+    (r"^enc_bbox_head\.", "query_selection.proposals.box_head."),
     (r"^denoising_class_embed\.", "denoising.embedding."),
     # decoder
     (r"^decoder\.query_pos_head\.", "decoder.query_pos."),

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from vitdet.errors import UserError
+from vitdet.errors import UserError, some
 
 Rules = Sequence[tuple[str, str | None]]
 
@@ -93,12 +93,12 @@ class LoadReport:
     def __str__(self) -> str:
         shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in self.reshaped]
         lists = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": shapes}
-        return "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names) or "all fit"
+        return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in lists.items() if names) or "all fit"
 
 
 def load_strict(
     model: nn.Module, state: Mapping[str, Tensor], *, allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (), allow_reshaped: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (), allow_reshaped: Sequence[str] = (), assign: bool = False,
 ) -> LoadReport:  # fmt: skip
     """Load ``state`` into ``model`` in place; whatever does not fit must have been named by the caller.
 
@@ -107,6 +107,7 @@ def load_strict(
         state: our names to tensors.
         allow_missing, allow_unexpected, allow_reshaped: shell patterns (``"class_head.*"``) of names that may differ,
             as a new head's do.
+        assign: make the tensors of ``state`` themselves the model's, which may then be on the meta device.
 
     Returns:
         All that did not fit, allowed or not.
@@ -135,16 +136,11 @@ def load_strict(
             "choose the model they were made for, or say which names may differ"
         )
     left_out = {*report.unexpected, *(name for name, _, _ in report.reshaped)}
-    model.load_state_dict({name: tensor for name, tensor in state.items() if name not in left_out}, strict=False)
+    fitting = {name: tensor for name, tensor in state.items() if name not in left_out}
+    model.load_state_dict(fitting, strict=False, assign=assign)
     return report
 
 
 def _not_allowed(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """The names that match none of the shell patterns."""
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    """The first few names, and how many more there are: a wrong file has hundreds."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
