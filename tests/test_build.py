@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import tiny_values, write_set, write_split
+from vitdet.backbones.layers import freeze_batch_norms
 from vitdet.build import (
     build_criterion,
     build_eval_loader,
@@ -20,12 +22,14 @@ from vitdet.build import (
     read_split,
     resume_training,
     run_training,
+    start_from,
 )
 from vitdet.config import LossSection, OptimSection, RunConfig
 from vitdet.devices import autocast_dtype, pick_device
 from vitdet.engine.checkpoint import save_training_state, save_weights
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
+from vitdet.structures import ClassMap
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,27 @@ def test_starting_from_weights_of_other_classes(
     assert not heads & differing(started, fresh)
     sentence = f"note: {path} knows other classes (red, blue): {len(heads)} tensors start anew"
     assert capsys.readouterr().err.splitlines().count(sentence) == 1
+
+
+@pytest.mark.parametrize("names", [("red", "blue"), ("cat", "dog")], ids=["same classes", "other classes"])
+def test_a_run_may_freeze_what_another_has_trained(
+    tiny_set: Path, tmp_path: Path, start: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str],
+    names: tuple[str, str],
+) -> None:  # fmt: skip
+    """And train what was frozen: only the counters of the batch norms differ."""
+    path, state = start
+    trainer, free = build(tiny_set, tmp_path), build(tiny_set, tmp_path).model
+    freeze_batch_norms(trainer.model.backbone)
+    start_from(trainer.model, path, "rtdetr_nano", ClassMap((1, 2), names))
+    norms = [name for name in trainer.model.state_dict() if name.endswith("norm.running_mean")]
+    assert norms
+    assert all(torch.equal(trainer.model.state_dict()[name], state[name]) for name in norms)
+    save_weights(tmp_path / "frozen.safetensors", trainer.model, trainer.metadata)
+    start_from(free, tmp_path / "frozen.safetensors", "rtdetr_nano", ClassMap((1, 2), names))
+    assert all(torch.equal(free.state_dict()[name], state[name]) for name in norms)
+    told = re.findall(r"(\d+) tensors start anew", capsys.readouterr().err)
+    heads = {name for name in state if "score_head" in name} | {"denoising.embedding.weight"}
+    assert told == ([] if names == ("red", "blue") else [str(len(heads))] * 2)
 
 
 def test_starting_from_another_model_is_refused(

@@ -74,12 +74,15 @@ def start_from(model: nn.Module, path: Path, name: str, class_map: ClassMap) -> 
     theirs, state = read_weights(path)
     if theirs.name != name:
         raise UserError(f"model.weights {path} is of {theirs.name!r}, the run trains {name!r}; use the same model")
+    # Frozen batch norms count no batches, trained ones do: a run may freeze what another has trained.
+    counters = ("*.num_batches_tracked",)
     if theirs.class_map.names == class_map.names:
-        load_strict(model, state)
+        load_strict(model, state, allow_missing=counters, allow_unexpected=counters)
         return
     kept = {key: value for key, value in state.items() if not any(fnmatchcase(key, head) for head in CLASS_HEADS)}
-    report = load_strict(model, kept, allow_missing=CLASS_HEADS)
-    say(f"note: {path} knows other classes ({some(theirs.class_map.names)}): {len(report.missing)} tensors start anew")
+    report = load_strict(model, kept, allow_missing=(*CLASS_HEADS, *counters), allow_unexpected=counters)
+    anew = [key for key in report.missing if not fnmatchcase(key, counters[0])]
+    say(f"note: {path} knows other classes ({some(theirs.class_map.names)}): {len(anew)} tensors start anew")
 
 
 def build_criterion(loss: LossSection) -> Criterion:

@@ -91,7 +91,7 @@ def load_huggingface(model: nn.Module, source: str | Path, *, allow_reshaped: Se
         model,
         convert_state_dict(theirs, HUGGINGFACE_RULES),
         # Needed in training only: either side may have been built without denoising queries.
-        allow_missing=("*.num_batches_tracked", "denoising.*"),
+        allow_missing=("*.num_batches_tracked", "denoising.*", "dense_head.*"),
         allow_unexpected=() if hasattr(model, "denoising") and model.denoising is not None else ("denoising.*",),
         allow_reshaped=allow_reshaped,
     )
