@@ -96,7 +96,8 @@ class Trainer:
                 log.write(row)
                 self.report(row)
                 self.keep(metrics)
-                log.draw(metric=self.metric)
+                if metrics or self.epoch == self.epochs:  # a picture takes half a second
+                    log.draw(metric=self.metric)
         return self.best_metrics
 
     def train_epoch(self) -> dict[str, float]:
