@@ -55,13 +55,24 @@ class Preprocessing:
     """How an image becomes a model's input; it travels with the checkpoint.
 
     Attributes:
-        size: (height, width) in pixels to which the image is stretched.
+        size: (height, width) in pixels of the model's input.
         mean, std: per RGB channel, on the [0, 1] scale. The default leaves [0, 1] as it is, as RT-DETR does.
+        interpolation: ``"bilinear"`` or ``"bicubic"``, antialiased.
+        crop: None stretches the image to ``size``. A share in (0, 1] keeps its proportions: the image is resized until
+            it just covers ``size / crop``, and the middle is cut out, as classifiers are evaluated.
     """
 
     size: tuple[int, int]
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    interpolation: str = "bilinear"
+    crop: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in ("bilinear", "bicubic"):
+            raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {self.interpolation!r}")
+        if self.crop is not None and not 0 < self.crop <= 1:
+            raise ValueError(f"crop is the share of the image that is kept, in (0, 1], got {self.crop}")
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 ``(B, 3, h, w)`` RGB to the float tensor the model takes, channels last: convolutions are faster so."""
@@ -71,15 +82,27 @@ class Preprocessing:
         mean = images.new_tensor(self.mean).view(3, 1, 1)
         return (images - mean) / images.new_tensor(self.std).view(3, 1, 1)
 
-    def to_dict(self) -> dict[str, list]:
-        """Plain lists, as stored in checkpoints."""
-        return {"size": list(self.size), "mean": list(self.mean), "std": list(self.std)}
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as stored in checkpoints."""
+        return {
+            "size": list(self.size),
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "interpolation": self.interpolation,
+            "crop": self.crop,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
         """The inverse of :meth:`to_dict`."""
         height, width = values["size"]
-        return cls(size=(int(height), int(width)), mean=tuple(values["mean"]), std=tuple(values["std"]))
+        return cls(
+            size=(int(height), int(width)),
+            mean=tuple(values["mean"]),
+            std=tuple(values["std"]),
+            interpolation=str(values.get("interpolation", "bilinear")),
+            crop=None if values.get("crop") is None else float(values["crop"]),
+        )
 
 
 @dataclass
@@ -122,6 +145,37 @@ class Targets:
             padded.labels[row, :count] = image_labels
             padded.valid[row, :count] = True
         return padded
+
+
+@dataclass
+class ImageTargets:
+    """Ground truth of a batch of whole images.
+
+    Attributes:
+        probabilities: (B, K) float32, rows summing to 1: one-hot, or mixed by mixup and cutmix.
+        teacher: (B,) int64, the classes that a teacher sees in the images, for distillation; None without one.
+    """
+
+    probabilities: Tensor
+    teacher: Tensor | None = None
+
+    @classmethod
+    def from_labels(cls, labels: Tensor, num_classes: int) -> ImageTargets:
+        """One-hot rows of (B,) int64 labels in 0…K-1."""
+        return cls(torch.nn.functional.one_hot(labels, num_classes).to(torch.float32))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ImageTargets:
+        """The same targets on another device."""
+        teacher = None if self.teacher is None else self.teacher.to(device, non_blocking=non_blocking)
+        return ImageTargets(self.probabilities.to(device, non_blocking=non_blocking), teacher)
+
+    def pin_memory(self) -> ImageTargets:
+        """In page-locked memory, from which a copy to the GPU does not wait; the DataLoader calls this."""
+        teacher = None if self.teacher is None else self.teacher.pin_memory()
+        return ImageTargets(self.probabilities.pin_memory(), teacher)
+
+    def __len__(self) -> int:
+        return self.probabilities.shape[0]
 
 
 @dataclass
@@ -238,6 +292,52 @@ class Detections:
         from PIL import Image
 
         Image.fromarray(self.plot()).save(path, quality=95)
+
+
+@dataclass
+class Classification:
+    """The classes of one image, best first.
+
+    Attributes:
+        scores: (N,) float32 CPU tensor, probabilities of the N best classes.
+        labels: (N,) int64, contiguous.
+        names: the N class names.
+        image_size: (height, width) of the original image.
+        path: the file it came from, if any.
+        image: (height, width, 3) uint8 RGB, kept for drawing, if any.
+        attention: (height, width) float32 in [0, 1], where the model looked, if asked for.
+    """
+
+    scores: Tensor
+    labels: Tensor
+    names: list[str]
+    image_size: tuple[int, int]
+    path: Path | None = None
+    image: np.ndarray | None = None
+    attention: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def name(self) -> str:
+        """The best class."""
+        return self.names[0]
+
+    @property
+    def score(self) -> float:
+        """Its probability."""
+        return float(self.scores[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: ``path``, ``height``, ``width`` and a list ``classes`` of name, label, score."""
+        rows = zip(self.names, self.labels.tolist(), self.scores.tolist(), strict=True)
+        return {
+            "path": str(self.path) if self.path else None,
+            "height": self.image_size[0],
+            "width": self.image_size[1],
+            "classes": [{"name": n, "label": k, "score": s} for n, k, s in rows],
+        }
 
 
 @dataclass

@@ -27,37 +27,45 @@ def copy_attention(theirs: nn.MultiheadAttention, ours: Attention) -> None:
     theirs.out_proj.load_state_dict(ours.out.state_dict())
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("placement", ["post", "pre"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_encoder_block_equals_torch(activation: str, norm_first: bool) -> None:
-    ours = with_random_values(EncoderBlock(WIDTH, HEADS, HIDDEN, activation=activation, norm_first=norm_first))
+def test_encoder_block_equals_torch(activation: str, placement: str) -> None:
+    ours = with_random_values(EncoderBlock(WIDTH, HEADS, HIDDEN, activation=activation, placement=placement))
     theirs = nn.TransformerEncoderLayer(
-        WIDTH, HEADS, HIDDEN, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first
+        WIDTH,
+        HEADS,
+        HIDDEN,
+        dropout=0.0,
+        activation=activation,
+        batch_first=True,
+        norm_first=placement == "pre",
     )
     copy_attention(theirs.self_attn, ours.self_attention)
-    theirs.norm1.load_state_dict(ours.self_attention_norm.state_dict())
+    theirs.norm1.load_state_dict(ours.self_attention_residual.norm.state_dict())
     theirs.linear1.load_state_dict(ours.feed_forward.expand.state_dict())
     theirs.linear2.load_state_dict(ours.feed_forward.contract.state_dict())
-    theirs.norm2.load_state_dict(ours.feed_forward_norm.state_dict())
+    theirs.norm2.load_state_dict(ours.feed_forward_residual.norm.state_dict())
     x = torch.randn(2, 5, WIDTH)
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours(x, mask=allowed), theirs(x, src_mask=~allowed), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_decoder_block_equals_torch(norm_first: bool) -> None:
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_decoder_block_equals_torch(placement: str) -> None:
     cross = Attention(WIDTH, HEADS)
-    ours = DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=cross, norm_first=norm_first)
+    ours = DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=cross, placement=placement)
     with_random_values(ours)
-    theirs = nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True, norm_first=norm_first)
+    theirs = nn.TransformerDecoderLayer(
+        WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True, norm_first=placement == "pre"
+    )
     copy_attention(theirs.self_attn, ours.self_attention)
     copy_attention(theirs.multihead_attn, cross)
-    theirs.norm1.load_state_dict(ours.self_attention_norm.state_dict())
-    theirs.norm2.load_state_dict(ours.cross_attention_norm.state_dict())
+    theirs.norm1.load_state_dict(ours.self_attention_residual.norm.state_dict())
+    theirs.norm2.load_state_dict(ours.cross_attention_residual.norm.state_dict())
     theirs.linear1.load_state_dict(ours.feed_forward.expand.state_dict())
     theirs.linear2.load_state_dict(ours.feed_forward.contract.state_dict())
-    theirs.norm3.load_state_dict(ours.feed_forward_norm.state_dict())
+    theirs.norm3.load_state_dict(ours.feed_forward_residual.norm.state_dict())
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH)
     allowed, readable = torch.ones(5, 5, dtype=torch.bool).tril(), torch.rand(5, 7) < 0.7
     readable[:, 0] = True
@@ -67,33 +75,37 @@ def test_decoder_block_equals_torch(norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_encoder_block_by_hand(norm_first: bool, norm: str) -> None:
-    block = EncoderBlock(WIDTH, HEADS, HIDDEN, activation="swiglu", norm=norm, norm_first=norm_first)
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_encoder_block_by_hand(placement: str, norm: str) -> None:
+    block = EncoderBlock(WIDTH, HEADS, HIDDEN, activation="swiglu", norm=norm, placement=placement)
     with_random_values(block)
     x, pos = torch.randn(2, 5, WIDTH), torch.randn(2, 5, WIDTH)
     attend, feed = block.self_attention, block.feed_forward
-    first, second = block.self_attention_norm, block.feed_forward_norm
-    if norm_first:
+    first, second = block.self_attention_residual.norm, block.feed_forward_residual.norm
+    if placement == "pre":
         middle = x + attend(first(x), query_pos=pos)
         expected = middle + feed(second(middle))
     else:
         middle = first(x + attend(x, query_pos=pos))
         expected = second(middle + feed(middle))
-    torch.testing.assert_close(block(x, pos=pos), expected)
+    torch.testing.assert_close(block(x, query_pos=pos), expected)
     assert (block(x) - expected).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_decoder_block_by_hand_with_deformable_attention(norm_first: bool) -> None:
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_decoder_block_by_hand_with_deformable_attention(placement: str) -> None:
     cross = DeformableAttention(WIDTH, HEADS, levels=2, points=2)
-    block = DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=cross, norm_first=norm_first)
+    block = DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=cross, placement=placement)
     with_random_values(block)
     x, pos, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 5, WIDTH), torch.randn(2, 20, WIDTH)
     context: dict[str, Any] = {"reference_boxes": torch.rand(2, 5, 4), "shapes": [(4, 4), (2, 2)]}
     attend, feed = block.self_attention, block.feed_forward
-    first, second, third = block.self_attention_norm, block.cross_attention_norm, block.feed_forward_norm
-    if norm_first:
+    first, second, third = (
+        block.self_attention_residual.norm,
+        block.cross_attention_residual.norm,
+        block.feed_forward_residual.norm,
+    )
+    if placement == "pre":
         one = x + attend(first(x), query_pos=pos)
         two = one + cross(second(one), memory, query_pos=pos, **context)
         expected = two + feed(third(two))
@@ -107,7 +119,7 @@ def test_decoder_block_by_hand_with_deformable_attention(norm_first: bool) -> No
 def test_dropout_of_every_branch() -> None:
     """With everything dropped, pre-norm blocks hand their input through and post-norm blocks only normalise it."""
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH)
-    options: dict[str, Any] = {"norm_first": True, "dropout": 1.0}
+    options: dict[str, Any] = {"placement": "pre", "dropout": 1.0}
     encoder = EncoderBlock(WIDTH, HEADS, HIDDEN, **options)
     decoder = DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=Attention(WIDTH, HEADS), **options)
 
@@ -121,4 +133,5 @@ def test_dropout_of_every_branch() -> None:
 
 def test_dropout_reaches_attention_and_feed_forward() -> None:
     block = EncoderBlock(WIDTH, HEADS, HIDDEN, dropout=0.25)
-    assert block.self_attention.dropout == block.feed_forward.dropout.p == block.dropout.p == 0.25
+    assert block.self_attention.dropout == block.feed_forward.dropout.p == 0.25
+    assert block.self_attention_residual.dropout.p == block.feed_forward_residual.dropout.p == 0.25

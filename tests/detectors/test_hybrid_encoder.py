@@ -80,7 +80,7 @@ def test_attention_within_the_coarsest_map_by_hand() -> None:
     tokens = torch.stack([maps[:, :, y, x] for y in range(3) for x in range(5)], dim=1)  # row by row
     pos = sinusoidal_2d(3, 5, 16)[None]
     for block in encoder.attend:
-        tokens = block(tokens, pos=pos)
+        tokens = block(tokens, query_pos=pos)
     found = encoder.attend_within(maps)
     assert len(encoder.attend) == 2
     for y in range(3):

@@ -11,6 +11,22 @@ def causal_mask(queries: int, memory: int, *, device: torch.device | str | None 
     return torch.ones(queries, memory, dtype=torch.bool, device=device).tril(memory - queries)
 
 
+def sliding_window_mask(queries: int, memory: int, window: int, *, device: torch.device | str | None = None) -> Tensor:
+    """(N, M): query n stands at n + M - N and sees memory less than ``window`` away, on both sides.
+
+    With :func:`causal_mask` that is the token itself and the window - 1 before it (Mistral, arXiv 2310.06825).
+    """
+    if window < 1:
+        raise ValueError(f"a sliding window needs at least 1 token, got {window}")
+    place = torch.arange(memory - queries, memory, device=device)[:, None]
+    return (place - torch.arange(memory, device=device)).abs() < window
+
+
+def padding_mask(lengths: Tensor, memory: int) -> Tensor:
+    """(B, 1, 1, M) from (B,) lengths: the tokens after a sequence's end are seen by nobody."""
+    return (torch.arange(memory, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
 def group_mask(group_of_token: Tensor, *, shared_group: int) -> Tensor:
     """(N, N) from (N,) group numbers: tokens see their own group and the shared one; the shared one sees itself only.
 

@@ -97,5 +97,5 @@ class HybridEncoder(nn.Module):
         tokens = maps.flatten(2).transpose(1, 2)  # (B, N, C)
         pos = sinusoidal_2d(height, width, tokens.shape[-1], device=tokens.device).to(tokens.dtype)[None]
         for block in self.attend:
-            tokens = block(tokens, pos=pos)
+            tokens = block(tokens, query_pos=pos)
         return tokens.transpose(1, 2).unflatten(-1, (height, width))  # (B, C, h, w)

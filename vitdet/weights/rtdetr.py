@@ -53,16 +53,16 @@ HUGGINGFACE_RULES: Rules = [
     (r"\.encoder_attn\.attention_weights\.", ".cross_attention.weights."),
     (r"\.encoder_attn\.value_proj\.", ".cross_attention.value."),
     (r"\.encoder_attn\.output_proj\.", ".cross_attention.out."),
-    (r"\.encoder_attn_layer_norm\.", ".cross_attention_norm."),
+    (r"\.encoder_attn_layer_norm\.", ".cross_attention_residual.norm."),
     # blocks of both
     (r"\.self_attn\.q_proj\.(weight|bias)$", r".self_attention.qkv.\1[0]"),
     (r"\.self_attn\.k_proj\.(weight|bias)$", r".self_attention.qkv.\1[1]"),
     (r"\.self_attn\.v_proj\.(weight|bias)$", r".self_attention.qkv.\1[2]"),
     (r"\.self_attn\.(out|o)_proj\.", ".self_attention.out."),
-    (r"\.self_attn_layer_norm\.", ".self_attention_norm."),
+    (r"\.self_attn_layer_norm\.", ".self_attention_residual.norm."),
     (r"\.(mlp\.)?fc1\.", ".feed_forward.expand."),
     (r"\.(mlp\.)?fc2\.", ".feed_forward.contract."),
-    (r"\.final_layer_norm\.", ".feed_forward_norm."),
+    (r"\.final_layer_norm\.", ".feed_forward_residual.norm."),
 ]
 
 
