@@ -12,18 +12,9 @@ import torch
 
 from tests.engine.tiny import tiny_values, write_set, write_split
 from vitdet.backbones.layers import freeze_batch_norms
-from vitdet.build import (
-    build_criterion,
-    build_eval_loader,
-    build_evaluation,
-    build_rate,
-    build_trainer,
-    evaluate_source,
-    read_split,
-    resume_training,
-    run_training,
-    start_from,
-)
+from vitdet.build import build_trainer, evaluate_source, resume_training, run_training
+from vitdet.build.detection import build_criterion, build_eval_loader, build_evaluation, read_split
+from vitdet.build.parts import build_rate, start_from
 from vitdet.config import LossSection, OptimSection, RunConfig
 from vitdet.devices import autocast_dtype, pick_device
 from vitdet.engine.checkpoint import save_training_state, save_weights

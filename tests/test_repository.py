@@ -31,11 +31,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": LEAVES,
     "engine": {"structures", "distributed", "errors"},
     "weights": {"errors"},
+    "illustrations": {"core", "errors"},
     "export": {"core", "backbones"} | LEAVES,
     "zoo": {"core", "backbones", "detectors", "classifiers", "weights", "engine.checkpoint"} | LEAVES,
     "inference": {"data", "export", "zoo", "detectors.postprocess", "devices", "drawing"} | LEAVES,
     "config": {"errors"},
     "build": {"*"},
+    "benchmark": {"*"},
     "cli": {"*"},
     "__main__": {"cli"},
     "__init__": {"*"},
@@ -232,7 +234,8 @@ def test_public_things_are_documented(module: str) -> None:
         ("denoising queries", r"\w*[Dd]enoising|(make|prepare|add)_denoising\w*"),
         ("query selection", r".*(QuerySelection|select_queries|QuerySelector)"),
         ("matcher", r".*(Matcher|hungarian\w*|match(_targets)?)"),
-        ("criterion", r".*Criterion"),
+        ("criterion of detectors", r"(?!Classification).*Criterion"),
+        ("criterion of classifiers", r"Classification\w*Criterion"),
     ],
 )
 def test_one_place_a_concept(concept: str, name: str) -> None:
@@ -245,3 +248,137 @@ def test_one_place_a_concept(concept: str, name: str) -> None:
         if re.fullmatch(name, node.name)
     ]
     assert len(found) == 1, f"{concept}: {found}"
+
+
+# Named like a part of the Transformer, and none: made of convolutions, or of the core's own parts.
+NO_SECOND_ONES = {
+    "backbones.layers.ConvNorm",
+    "backbones.pyramid.ChannelNorm",
+    "backbones.resnet.BasicBlock",
+    "classifiers.AttentionPool",
+    "detectors.hybrid_encoder.FusionBlock",
+    "detectors.hybrid_encoder.RepVggBlock",
+}
+PART_NAME = re.compile(
+    r"\w*(Attention|Attn|MHA|FeedForward|FFN|Mlp|MLP|SwiGLU)\w*|\w*(Norm|Block|EncoderLayer|DecoderLayer)(\dd)?"
+)
+TORCH_PART = re.compile(
+    r"scaled_dot_product_attention|multi_?head_?attention\w*|Transformer(Encoder|Decoder)?(Layer)?", re.I
+)
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+ACTIVATIONS = {"GELU", "ReLU", "SiLU", "gelu", "relu", "silu"}
+NORM_STEPS = {"rsqrt", "layer_norm", "rms_norm"}
+
+
+def calls_in(node: ast.AST) -> list[str]:
+    """The last name of everything called, and ``matmul`` for ``@``: ``nn.Linear(…)`` -> ``Linear``."""
+    found = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call):
+            found.append(ast.unparse(inner.func).rpartition(".")[2])
+        elif isinstance(inner, ast.BinOp | ast.AugAssign) and isinstance(inner.op, ast.MatMult):
+            found.append("matmul")
+    return found
+
+
+def torch_parts(tree: ast.Module) -> Iterator[str]:
+    """Attention and Transformer layers of torch's, wherever they are named."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith("vitdet"):
+            names = [node.attr]
+        from_us = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vitdet.core.transformer")
+        for name in names:
+            if TORCH_PART.fullmatch(name) and not from_us:
+                yield f"line {node.lineno}: {name} belongs to vitdet/core"
+
+
+def second_implementations(module: str, source: str) -> list[str]:
+    """What a module outside the core has of attention, feed-forward, norm or block that is not the core's."""
+    tree = ast.parse(source)
+    wrong = list(torch_parts(tree))
+    for node in tree.body:
+        calls, name = calls_in(node), getattr(node, "name", "")
+        made = set(calls)
+        stranger = f"{module.removeprefix('vitdet.')}.{name}" not in NO_SECOND_ONES
+        is_class = isinstance(node, ast.ClassDef)
+        reasons = {
+            "is named like a part of the core": is_class and stranger and PART_NAME.fullmatch(name),
+            "is attention: a softmax and a matrix product": made & {"softmax", "Softmax"} and made & PRODUCTS,
+            "is a feed-forward: two linear layers and an activation": calls.count("Linear") > 1 and made & ACTIVATIONS,
+            "is a norm": (is_class or isinstance(node, ast.FunctionDef)) and made & NORM_STEPS,
+            "is a block: attention and feed-forward": stranger and {"Attention", "FeedForward"} <= made,
+        }
+        wrong += [f"line {node.lineno}: {name or 'the module'} {reason}" for reason, holds in reasons.items() if holds]
+    return wrong
+
+
+def test_the_core_alone_implements_the_transformer() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {what}"
+        for module, path in MODULES.items()
+        if part_of(module) != "core"
+        for what in second_implementations(module, path.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_attention_is_computed_in_one_file() -> None:
+    """Inside the core, too: softmax between matrix products, and torch's fused kernel, stand in attention.py."""
+    found = set()
+    for module, path in MODULES.items():
+        if part_of(module) == "core":
+            tree = ast.parse(path.read_text())
+            together = [set(calls_in(node)) for node in tree.body]
+            if any("softmax" in calls and PRODUCTS & calls for calls in together) or list(torch_parts(tree)):
+                found.add(module)
+    assert found == {"vitdet.core.attention"}
+
+
+def test_exceptions_exist() -> None:
+    classes = {
+        f"{module.removeprefix('vitdet.')}.{node.name}"
+        for module, path in MODULES.items()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert classes >= NO_SECOND_ONES, f"gone: {NO_SECOND_ONES - classes}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("x = torch.nn.functional.scaled_dot_product_attention(q, k, v)", "belongs to vitdet/core"),
+        ("def f():\n    layer = nn.MultiheadAttention(8, 2)", "belongs to vitdet/core"),
+        ("from torch.nn import TransformerEncoderLayer as Layer", "belongs to vitdet/core"),
+        ("from vitdet.core.attention import scaled_dot_product_attention", "belongs to vitdet/core"),
+        ("class A(nn.Module):\n    def f(self):\n        return (q @ k.mT).softmax(-1) @ v", "is attention"),
+        ("def f(q, k, v):\n    return torch.bmm(F.softmax(torch.bmm(q, k), 1), v)", "is attention"),
+        ("class WindowAttention(nn.Module):\n    pass", "is named like"),
+        ("class GatedMlpV2(nn.Module):\n    pass", "is named like"),
+        ("class LayerNorm2d(nn.LayerNorm):\n    pass", "is named like"),
+        ("class SwinBlock(nn.Module):\n    pass", "is named like"),
+        ("class A(nn.Module):\n    def f(self):\n        self.a, self.b = nn.Linear(2, 4), nn.Linear(4, 2)\n"
+         "    def g(self, x):\n        return self.b(F.gelu(self.a(x)))", "is a feed-forward"),
+        ("def f():\n    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))", "is a feed-forward"),
+        ("def f(x):\n    return x * x.square().mean(-1, keepdim=True).rsqrt()", "is a norm"),
+        ("class A(nn.Module):\n    def f(self):\n        self.a = Attention(8, 2), FeedForward(8, 9)", "is a block"),
+    ],
+)  # fmt: skip
+def test_a_second_implementation_is_seen(source: str, reason: str) -> None:
+    """The check itself, on one of each kind."""
+    assert any(reason in what for what in second_implementations("vitdet.detectors.new", source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from vitdet.core.transformer import Transformer",
+        "from vitdet.core.attention import Attention\nlayer = Attention(8, 2)",
+        "def f(logits):\n    return logits.softmax(-1).max(-1)",
+        "class Encoder(nn.Module):\n    def f(self):\n        self.block = EncoderBlock(8, 2, 16)",
+        "class Head(nn.Module):\n    def f(self):\n        self.a, self.b = nn.Linear(2, 4), nn.Linear(2, 8)",
+    ],
+)
+def test_use_of_the_core_is_no_second_implementation(source: str) -> None:
+    assert second_implementations("vitdet.detectors.new", source) == []

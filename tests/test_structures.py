@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from vitdet.structures import ClassMap, Detections, Preprocessing, Targets, coco_rows
+from vitdet.structures import (
+    Classification,
+    ClassMap,
+    Detections,
+    ImageTargets,
+    Preprocessing,
+    Targets,
+    coco_rows,
+)
 
 CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
 
@@ -153,3 +162,88 @@ def test_save_as_picture_or_json(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), found.plot())
     found.save(tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == found.to_dict()
+
+
+def three_classes(**changes: object) -> Classification:
+    values: dict = {
+        "scores": torch.tensor([0.75, 0.125, 0.0625]),
+        "labels": torch.tensor([4, 0, 2]),
+        "names": ["dog", "cat", "cow"],
+        "image_size": (100, 120),
+    }
+    return Classification(**(values | changes))
+
+
+def test_classification_as_plain_values() -> None:
+    found = three_classes(path=Path("a/b.jpg"))
+    assert (len(found), found.name, found.score) == (3, "dog", 0.75)
+    classes = [
+        {"name": "dog", "label": 4, "score": 0.75},
+        {"name": "cat", "label": 0, "score": 0.125},
+        {"name": "cow", "label": 2, "score": 0.0625},
+    ]
+    assert found.to_dict() == {"path": str(Path("a/b.jpg")), "height": 100, "width": 120, "classes": classes}
+    assert list(found) == classes
+
+
+def test_classification_drawn() -> None:
+    image = np.full((100, 120, 3), 128, dtype=np.uint8)
+    drawn = three_classes(image=image).plot()
+    assert drawn.shape == (100, 120, 3)
+    assert drawn.dtype == np.uint8
+    assert (image == 128).all()
+    assert (drawn[:40] != 128).any()  # the caption
+    assert (drawn[60:] == 128).all()
+    assert (three_classes().plot()[60:] == 255).all()  # a white page without an image
+
+
+def test_classification_drawn_with_attention() -> None:
+    image = np.full((100, 120, 3), 128, dtype=np.uint8)
+    attention = np.zeros((100, 120), dtype=np.float32)
+    attention[60:, 60:] = 1
+    drawn = three_classes(image=image, attention=attention).plot()
+    assert (image == 128).all()
+    assert drawn[80, 100].argmax() == 0  # red
+    assert drawn[80, 20].argmax() == 2  # blue
+
+
+def test_classification_saved(tmp_path: Path) -> None:
+    found = three_classes()
+    found.save(tmp_path / "a.png")
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), found.plot())
+    found.save(tmp_path / "a.JSON")
+    assert json.loads((tmp_path / "a.JSON").read_text()) == found.to_dict()
+
+
+@pytest.mark.parametrize("make", [three_classes, two_objects])
+def test_json_never_holds_nan(make: Callable[..., Classification | Detections], tmp_path: Path) -> None:
+    scores = torch.full((len(make()),), float("nan"))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        make(scores=scores).save(tmp_path / "a.json")
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_preprocessing_is_checked() -> None:
+    with pytest.raises(ValueError, match="'bilinear' or 'bicubic', got 'nearest'"):
+        Preprocessing(size=(4, 6), interpolation="nearest")
+    for crop in (0.0, 1.5):
+        with pytest.raises(ValueError, match=rf"in \(0, 1\], got {crop}"):
+            Preprocessing(size=(4, 6), crop=crop)
+
+
+def test_preprocessing_of_a_classifier_survives_json() -> None:
+    classifier = Preprocessing(size=(224, 224), interpolation="bicubic", crop=0.875)
+    assert Preprocessing.from_dict(json.loads(json.dumps(classifier.to_dict()))) == classifier
+    old = {"size": [4, 6], "mean": [0, 0, 0], "std": [1, 1, 1]}  # as written before there was a choice
+    assert Preprocessing.from_dict(old) == Preprocessing(size=(4, 6))
+
+
+def test_image_targets() -> None:
+    targets = ImageTargets.from_labels(torch.tensor([2, 0]), 3)
+    assert targets.probabilities.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert targets.probabilities.dtype == torch.float32
+    assert len(targets) == 2
+    assert targets.to("cpu").teacher is None
+    taught = ImageTargets(targets.probabilities, torch.tensor([1, 1])).to("cpu")
+    assert taught.teacher is not None
+    assert taught.teacher.tolist() == [1, 1]

@@ -15,6 +15,9 @@ from vitdet import create_model, list_models, load_model
 from vitdet.engine.checkpoint import save_weights
 from vitdet.errors import UserError
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
+from vitdet.zoo import CLASSIFIERS, DETECTORS, MODELS, describe_source
+
+VIT, SWIN = "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
 
 SMALL: dict[str, Any] = {"encoder_width": 32, "encoder_hidden": 64, "width": 32, "heads": 4, "decoder_layers": 1}
 METADATA = ModelMetadata(
@@ -36,9 +39,13 @@ def edit_header(path: Path, **changes: Any) -> None:
 
 
 def test_names() -> None:
-    assert list_models() == ["rtdetr_nano", "rtdetr_r101", "rtdetr_r18", "rtdetr_r34", "rtdetr_r50", "rtdetr_r50_m"]
+    rtdetr = ["rtdetr_nano", "rtdetr_r101", "rtdetr_r18", "rtdetr_r34", "rtdetr_r50", "rtdetr_r50_m"]
+    assert list_models("rtdetr*") == rtdetr
+    assert {"vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"} <= set(list_models())
+    assert list_models() == sorted(MODELS)
+    assert DETECTORS.keys() | CLASSIFIERS.keys() == MODELS.keys()
     assert list_models("*r50*") == ["rtdetr_r50", "rtdetr_r50_m"]
-    assert list_models("vit*") == []
+    assert list_models("yolo*") == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,7 @@ def test_the_small_model_is_small() -> None:
     ("name", "options", "expected"),
     [
         ("rtdetr_r81", {}, "there is no model 'rtdetr_r81'; did you mean 'rtdetr_r"),
-        ("yolo", {}, "there is no model 'yolo'; known: rtdetr_nano, rtdetr_r101, "),
+        ("yolo", {}, "there is no model 'yolo'; known: "),
         ("rtdetr_nano", {"num_querys": 5}, "has no argument 'num_querys'; did you mean 'num_queries'?"),
         ("rtdetr_nano", {"zzz": 5}, "has no argument 'zzz'; known: encoder_width, encoder_hidden, "),
         ("rtdetr_nano", {"width": 30}, "model 'rtdetr_nano' cannot be built with {'width': 30}: "),
@@ -78,6 +85,23 @@ def test_the_small_model_is_small() -> None:
         ("rtdetr_nano", {"encoder_expansion": 0.0}, "encoder_expansion must be above 0, "),
         ("rtdetr_nano", {"eval_layers": 4}, "eval_layers at most decoder_layers; got 0.5, 0.5, 4 of 3"),
         ("rtdetr_nano", {"frozen_norm": True}, "model 'rtdetr_nano' has no argument 'frozen_norm'; known: "),
+        (VIT, {"widht": 5}, f"model {VIT!r} has no argument 'widht'; did you mean 'width'?"),
+        (VIT, {"num_queries": 5}, f"model {VIT!r} has no argument 'num_queries'; "),
+        (VIT, {"backbone": None}, f"model {VIT!r} has no argument 'backbone'; "),
+        (VIT, {"heads": 5}, f"model {VIT!r} cannot be built with {{'heads': 5}}: "),
+        (VIT, {"layers": 10**9}, "at most 256 layers are built, got 1000000000"),
+        (VIT, {"layers": "many"}, f"model {VIT!r} cannot be built with {{'layers': 'many'}}: "),
+        (VIT, {"heads": 0}, f"model {VIT!r} cannot be built with {{'heads': 0}}: "),
+        (VIT, {"width": 3 * 2**20}, "it would have "),
+        (VIT, {"registers": 10**9}, "it would have "),
+        (VIT, {"image_size": (10**8, 10**8)}, f"model {VIT!r} cannot be built with {{'image_size': (1"),
+        (VIT, {"image_size": (224, 230)}, "make both sides multiples of 16"),
+        (VIT, {"pooling": "max"}, "unknown pooling 'max'; use one of "),
+        (SWIN, {"depths": (2, 2, 10**9, 2)}, "at most 256 layers are built, got 1000000006"),
+        (SWIN, {"depths": 6}, f"model {SWIN!r} cannot be built with {{'depths': 6}}: "),
+        (SWIN, {"heads": (3, 6)}, "heads and depths go by stage and are equally many, got 2 and 4"),
+        ("timm/resnot18", {}, "cannot be built with {}: timm has no model 'resnot18'; did you mean 'resnet18'?"),
+        ("timm/resnet18", {"zzz": 1}, "model 'timm/resnet18' cannot be built with {'zzz': 1}: "),
     ],
 )
 def test_what_cannot_be_created(name: str, options: dict[str, Any], expected: str) -> None:
@@ -90,6 +114,57 @@ def test_what_cannot_be_created(name: str, options: dict[str, Any], expected: st
 def test_a_detector_needs_a_class() -> None:
     with pytest.raises(UserError, match="needs at least 1 class, got 0; check the categories of the data"):
         create_model("rtdetr_nano", num_classes=0)
+
+
+@pytest.mark.parametrize("count", [-1, 10**12])
+def test_numbers_of_classes_that_are_none(count: int) -> None:
+    with pytest.raises(UserError, match=f"num_classes is {count}; it must be from 0, for features, to 100,000,000"):
+        create_model(VIT, num_classes=count)
+
+
+def test_nonsense_takes_no_memory() -> None:
+    resource = pytest.importorskip("resource", reason="this system does not tell how much memory was used")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for options in ({"width": 3 * 2**20}, {"registers": 10**9}, {"layers": 10**9}, {"hidden": 10**9}):
+        with pytest.raises(UserError):
+            create_model(VIT, **options)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_classes_where_nobody_says_how_many() -> None:
+    with torch.device("meta"):
+        assert create_model("rtdetr_nano").num_classes == 80
+        assert create_model(VIT).num_classes == 1000
+        assert create_model(VIT, num_classes=0)(torch.zeros(1, 3, 224, 224)).shape == (1, 192)
+
+
+def test_classifiers_take_arguments_of_head_and_backbone() -> None:
+    model: Any = create_model(VIT, num_classes=3, pooling="average", layers=1, image_size=(32, 32), head_dropout=0.5)
+    assert (model.pooling, len(model.backbone.encoder.layers), model.dropout.p) == ("average", 1, 0.5)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_any_model_of_timm() -> None:
+    model: Any = create_model("timm/test_vit", num_classes=3, depth=1)
+    assert model.eval()(torch.zeros(1, 3, 160, 160)).shape == (1, 3)
+    assert len(model.model.blocks) == 1
+
+
+@pytest.mark.parametrize("name", [VIT, SWIN])
+def test_a_saved_classifier(name: str, tmp_path: Path) -> None:
+    small = {"layers": 1} if name == VIT else {"depths": [1, 1, 1, 1]}
+    model = create_model(name, num_classes=2, **small).eval()
+    metadata = ModelMetadata(
+        name, {"num_classes": 2, **small}, ClassMap((0, 1), ("a", "b")), Preprocessing((224, 224), crop=0.9)
+    )
+    save_weights(tmp_path / "a.safetensors", model, metadata)
+    loaded: Any = load_model(tmp_path / "a.safetensors")
+    images = torch.randn(1, 3, 224, 224)
+    assert torch.equal(loaded(images), model(images))
+    assert loaded.metadata == describe_source(tmp_path / "a.safetensors") == metadata
+    larger: Any = load_model(tmp_path / "a.safetensors", image_size=(256, 288))
+    assert larger.metadata.preprocessing == Preprocessing((256, 288), crop=0.9)
+    assert larger(torch.randn(1, 3, 256, 288)).shape == (1, 2)
 
 
 @pytest.mark.parametrize(("option", "value"), [("decoder_layers", 2), ("num_queries", 7), ("dense_supervision", False)])
@@ -165,10 +240,22 @@ def test_a_header_that_asks_for_more_memory_than_there_is(weights: Path, width: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
-@pytest.mark.parametrize("source", ["model.pth", "rtdetr_r18", "."])
-def test_sources_of_another_kind(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("model.pth", "there is no 'model.pth'; pass a file (.safetensors, "),
+        ("rtdetr_r18", "there is no 'rtdetr_r18'; pass a file (.safetensors, "),
+        (".", ". has no model.safetensors, model.safetensors.index.json, pytorch_model.bin; pass a folder in Hugging"),
+    ],
+)
+def test_sources_that_are_none(source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         load_model(source)
-    assert str(error.value) == (
-        f"cannot load a model from {source!r}; pass a .safetensors file written by vitdet train"
-    )
+    assert str(error.value).startswith(expected)
+
+
+def test_a_file_that_says_what_it_is(weights: Path) -> None:
+    assert load_model(weights, model="rtdetr_nano").metadata == METADATA
+    with pytest.raises(UserError, match="holds a 'rtdetr_nano', not a 'rtdetr_r18'; leave out the name"):
+        load_model(weights, model="rtdetr_r18")

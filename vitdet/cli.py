@@ -21,8 +21,12 @@ app = typer.Typer(
 )  # fmt: skip
 data_app = typer.Typer(help="Make and look at data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+benchmark_app = typer.Typer(help="Measure against other libraries, in turns on this machine.", no_args_is_help=True)
+app.add_typer(benchmark_app, name="benchmark")
 
 JsonPath = Annotated[str | None, typer.Option("--json", metavar="PATH", help="write the figures as JSON; - is stdout")]
+ModelName = Annotated[str | None, typer.Option(metavar="NAME", help="of vitdet models, where the file does not say")]
+SOURCE = "a .safetensors of ours, a Hub id or folder in its layout, or a publisher's file"
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
 
 
@@ -34,7 +38,7 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="replace a run in the output folder")] = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Train a detector: vitdet train CONFIG data.root=DIR train.epochs=50."""
+    """Train a detector or a classifier: vitdet train CONFIG data.root=DIR train.epochs=50."""
     from vitdet.build import resume_training, run_training
     from vitdet.config import load_config
 
@@ -58,51 +62,67 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[str, typer.Argument(help="a .safetensors file")],
+    source: Annotated[str, typer.Argument(help=SOURCE)],
     data: Annotated[str, typer.Option(metavar="DIR", help="the data set")],
     split: Annotated[str, typer.Option(help="of the data set")] = "val",
     batch: Annotated[int, typer.Option(min=1)] = 8,
     workers: Annotated[int, typer.Option(min=0)] = 2,
     device: Device = "auto",
+    model: ModelName = None,
     backend: Annotated[str, typer.Option(help="hotcoco, or pycocotools: the same numbers, later")] = "hotcoco",
-    save: Annotated[str | None, typer.Option(metavar="PATH", help="write the detections as COCO results")] = None,
+    save: Annotated[
+        str | None, typer.Option(metavar="PATH", help="write what was found, image by image, as JSON")
+    ] = None,
+    confusion: Annotated[str | None, typer.Option(metavar="PNG", help="draw a classifier's confusion matrix")] = None,
     json_path: JsonPath = None,
 ) -> None:
-    """Measure COCO AP of a model on a data set."""
+    """Measure a model on a data set: COCO AP of a detector, top-1 and top-5 of a classifier."""
     from vitdet.build import evaluate_source
     from vitdet.engine.checkpoint import write_atomically
+    from vitdet.evaluation.classification import save_confusion
+    from vitdet.zoo import describe_source, is_classifier
 
+    if confusion and not is_classifier(describe_source(source, model=model).name):
+        raise UserError(f"{source} is a detector and has no confusion matrix; leave out --confusion")
     metrics = evaluate_source(
-        source, root=data, split=split, batch=batch, workers=workers, device=device, backend=backend
+        source, root=data, split=split, batch=batch, workers=workers, device=device, backend=backend, model=model
     )
     results = metrics.pop("results")
     if save:
         write_atomically(Path(save), lambda temporary: temporary.write_text(json.dumps(results)))
+    if confusion:
+        write_atomically(Path(confusion), lambda temporary: save_confusion(metrics, temporary))
+        print(f"confusion matrix: {confusion}", file=sys.stderr)
     show_metrics(metrics, json_path)
 
 
 @app.command()
 def predict(
-    source: Annotated[str, typer.Argument(help="a .safetensors file")],
+    source: Annotated[str, typer.Argument(help=SOURCE)],
     images: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...")],
     out: Annotated[str, typer.Option(metavar="DIR", help="where pictures and predictions.json go")],
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="least score")] = 0.5,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="least score of a detection")] = 0.5,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     device: Device = "auto",
+    model: ModelName = None,
+    attention: Annotated[bool, typer.Option("--attention", help="show where a ViT looked: attention rollout")] = False,
     sheet: Annotated[bool, typer.Option("--sheet", help="also put the first 24 pictures on one sheet.jpg")] = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Detect objects: annotated pictures, predictions.json (COCO results) and a table."""
+    """Detect objects or classify images: annotated pictures, predictions.json and a table."""
     from vitdet.inference.outputs import SHEET, PredictionWriter, format_table
     from vitdet.inference.predictor import Predictor
     from vitdet.inference.visualize import save_sheet
+    from vitdet.zoo import load_model
 
-    predictor = Predictor(source, device=device, threshold=threshold, batch_size=batch)
+    predictor = Predictor(
+        load_model(source, model=model), device=device, threshold=threshold, batch_size=batch, attention=attention
+    )
     pictures: list[Path] = []
     with PredictionWriter(out, predictor.metadata.class_map) as writer:
-        for detections in predictor.stream(images):
-            pictures.append(writer.write(detections))
-            print(f"{pictures[-1]}: {len(detections)} objects", file=sys.stderr)
+        for result in predictor.stream(images):
+            pictures.append(writer.write(result))
+            print(f"{pictures[-1]}: {describe(result)}", file=sys.stderr)
         summary = writer.close()
     if sheet:
         print(save_sheet(pictures[:24], Path(out) / SHEET), file=sys.stderr)
@@ -112,28 +132,40 @@ def predict(
         print(format_table(summary))
 
 
+def describe(result: Any) -> str:
+    """One image's result in a few words."""
+    from vitdet.structures import Classification
+
+    return f"{result.name} {result.score:.2f}" if isinstance(result, Classification) else f"{len(result)} objects"
+
+
 @app.command()
 def models(pattern: Annotated[str, typer.Argument()] = "*", json_path: JsonPath = None) -> None:
-    """List the models and their numbers of parameters (80 classes)."""
+    """List the models and their numbers of parameters (detectors: 80 classes, classifiers: 1000)."""
     import torch
 
-    from vitdet.zoo import create_model, list_models
+    from vitdet.zoo import create_model, is_classifier, list_models
 
     with torch.device("meta"):
-        sizes = {n: sum(p.numel() for p in create_model(n, num_classes=80).parameters()) for n in list_models(pattern)}
+        sizes = {
+            name: sum(
+                p.numel() for p in create_model(name, num_classes=1000 if is_classifier(name) else 80).parameters()
+            )
+            for name in list_models(pattern)
+        }
     if json_path:
         write_json(sizes, json_path)
     if json_path != "-":
         for name, size in sizes.items():
-            print(f" {name:<20} {size / 1e6:>7.2f} M parameters")
+            print(f" {name:<36} {size / 1e6:>8.2f} M parameters")
 
 
 @app.command()
-def info(source: Annotated[str, typer.Argument(help="a .safetensors file")]) -> None:
-    """What a weights file says about itself, as JSON."""
-    from vitdet.engine.checkpoint import read_weights
+def info(source: Annotated[str, typer.Argument(help=SOURCE)], model: ModelName = None) -> None:
+    """What a model says about itself, as JSON."""
+    from vitdet.zoo import describe_source
 
-    write_json(read_weights(Path(source))[0].to_dict(), "-")
+    write_json(describe_source(source, model=model).to_dict(), "-")
 
 
 @data_app.command("make")
@@ -152,15 +184,37 @@ def make(
     print(make_digits(root, train=train, val=val, seed=seed))
 
 
+@benchmark_app.command("timm")
+def benchmark_timm(
+    data: Annotated[str, typer.Option(metavar="DIR", help="an image folder, such as Imagenette at 96 pixels")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    config: Annotated[
+        str, typer.Option(help="of a run that trains a plain ViT")
+    ] = "vit_tiny_patch16_224_imagenette.yaml",
+    minutes: Annotated[float, typer.Option(min=0.01, help="of training, for each of the two")] = 30,
+    timm_workers: Annotated[int, typer.Option(min=0, help="loader processes of timm; ours: data.workers")] = 2,
+    json_path: JsonPath = None,
+) -> None:
+    """Train a ViT for the same minutes with this package and with timm's own parts: top-1 and images a second."""
+    from vitdet.benchmark.training import compare_with_timm, format_table
+
+    figures = compare_with_timm(config, root=data, minutes=minutes, timm_workers=timm_workers, overrides=overrides)
+    if json_path:
+        write_json(figures, json_path)
+    if json_path != "-":
+        print(format_table(figures))
+
+
 def show_metrics(metrics: dict[str, Any], json_path: str | None) -> None:
-    """The COCO table, and the figures as JSON where asked for."""
-    from vitdet.evaluation.coco import format_class_table, format_table
+    """The table of the task, and the figures as JSON where asked for."""
+    from vitdet.evaluation import classification, coco
 
     if json_path:
         write_json(metrics, json_path)
     if json_path != "-":
-        print(format_table(metrics))
-        print(format_class_table(metrics))
+        task: Any = classification if "top1" in metrics else coco
+        print(task.format_table(metrics))
+        print(task.format_class_table(metrics))
 
 
 def write_json(values: Any, path: str) -> None:

@@ -33,8 +33,8 @@ class ModelSection(Section):
 
     name: str = Field(description="of vitdet models")
     num_classes: int | None = Field(default=None, ge=1, description="taken from the data; a number only to check it")
-    overrides: dict[str, Any] = Field(default_factory=dict, description="arguments of the detector")
-    weights: str | None = Field(default=None, description="a .safetensors to start from")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="arguments of the model")
+    weights: str | None = Field(default=None, description="what to start from: anything vitdet.load_model takes")
 
 
 class DataSection(Section):
@@ -43,24 +43,45 @@ class DataSection(Section):
     root: str
     train_split: str = "train"
     val_split: str = "val"
-    size: tuple[int, int] = Field(description="(height, width) of training and evaluation, divisible by 32")
+    size: tuple[int, int] = Field(description="(height, width) of training and evaluation")
     sizes: list[tuple[int, int]] = Field(default_factory=list, description="multi-scale: each batch draws one")
+    mean: tuple[float, float, float] | None = Field(
+        default=None, description="of the RGB channels on [0, 1]; null: as the weights want it, else the task's custom"
+    )
+    std: tuple[float, float, float] | None = None
     workers: int = Field(default=2, ge=0)
     cache: bool = Field(default=False, description="keep decoded images in memory")
 
     @field_validator("size")
     @classmethod
-    def divisible(cls, size: tuple[int, int]) -> tuple[int, int]:
-        """The maps must halve evenly five times."""
-        if any(side < 32 or side % 32 for side in size):
-            raise ValueError(f"must be divisible by 32, got {list(size)}")
+    def positive(cls, size: tuple[int, int]) -> tuple[int, int]:
+        """Sides of an image; by what the model divides them is checked with the model."""
+        if any(side < 1 for side in size):
+            raise ValueError(f"must be (height, width) in pixels, got {list(size)}")
         return size
 
     @field_validator("sizes")
     @classmethod
-    def all_divisible(cls, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def all_positive(cls, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The same for every size."""
-        return [cls.divisible(size) for size in sizes]
+        return [cls.positive(size) for size in sizes]
+
+    @field_validator("std")
+    @classmethod
+    def no_zero(cls, std: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
+        """It is divided by."""
+        if std is not None and min(std) <= 0:
+            raise ValueError(f"must be positive, got {list(std)}")
+        return std
+
+
+class ClassificationDataSection(DataSection):
+    """The same, and the geometry of evaluation."""
+
+    crop: float | None = Field(
+        default=0.875, gt=0, le=1, description="share of the image that evaluation sees; null stretches"
+    )
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
 
 
 class AugmentSection(Section):
@@ -86,12 +107,51 @@ class AugmentSection(Section):
         return limits
 
 
+class ClassificationAugmentSection(Section):
+    """Augmentation of whole images; all but crop and flip end at ``strong_until`` of the run."""
+
+    scale: tuple[float, float] = Field(default=(0.08, 1.0), description="area of the random crop, shares of the image")
+    ratio: tuple[float, float] = Field(default=(3 / 4, 4 / 3), description="its width over its height")
+    hflip: float = Field(default=0.5, ge=0, le=1)
+    rand_augment_layers: int = Field(default=0, ge=0, description="operations an image")
+    rand_augment_magnitude: float = Field(default=9.0, ge=0, le=10)
+    rand_augment_std: float = Field(default=0.5, ge=0, description="of the magnitude")
+    three_augment: bool = Field(default=False, description="gray, solarize or blur (DeiT III)")
+    colour_jitter: float = Field(default=0.0, ge=0, le=1)
+    erasing: float = Probability
+    mixup: float = Field(default=0.0, ge=0, description="alpha of its Beta distribution; 0 for none")
+    cutmix: float = Field(default=0.0, ge=0, description="alpha of its Beta distribution; 0 for none")
+    switch: float = Field(default=0.5, ge=0, le=1, description="probability of cutmix where both are on")
+    mix: float = Field(default=1.0, ge=0, le=1, description="probability of mixing a batch at all")
+    resize_only: bool = Field(default=False, description="no random crop: the middle of the image, as in evaluation")
+    repeats: int = Field(default=1, ge=1, description="copies of an image in an epoch, differently augmented")
+    strong_until: float = Field(default=1.0, ge=0, le=1, description="share of the epochs")
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def ordered(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        """A range."""
+        if not 0 < limits[0] <= limits[1]:
+            raise ValueError(f"must be a range [low, high] of positive numbers, got {list(limits)}")
+        return limits
+
+    @field_validator("scale")
+    @classmethod
+    def at_most_all(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        """A crop is no larger than its image."""
+        if limits[1] > 1:
+            raise ValueError(f"must be shares of the image's area, at most 1, got {list(limits)}")
+        return limits
+
+
 class OptimSection(Section):
     """AdamW and its schedule."""
 
     lr: float = Field(default=1e-4, gt=0)
     backbone_lr: float | None = Field(default=None, gt=0, description="lr where not given")
     weight_decay: float = Field(default=1e-4, ge=0)
+    layer_decay: float = Field(default=1.0, gt=0, le=1, description="rate of a backbone's layer over that of the next")
+    betas: tuple[float, float] = (0.9, 0.999)
     schedule: Literal["constant", "cosine", "flat_cosine"] = "cosine"
     flat: float = Field(default=0.5, ge=0, le=1, description="share of the run before flat_cosine falls")
     final: float = Field(default=0.0, ge=0, le=1, description="last learning rate over lr")
@@ -113,15 +173,32 @@ class LossSection(Section):
     dense: float = Field(default=1.0, ge=0, description="weight of dense supervision")
 
 
+class ClassificationLossSection(Section):
+    """The loss of the classes, and a teacher's."""
+
+    kind: Literal["softmax", "sigmoid"] = Field(default="softmax", description="cross-entropy, softmax or per class")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    teacher: str | None = Field(default=None, description="a classifier to learn from: anything load_model takes")
+    distillation: float = Field(default=0.5, ge=0, le=1, description="weight of the teacher's classes")
+
+
 class TrainSection(Section):
     """The run."""
 
     epochs: int = Field(ge=1)
     batch: int = Field(ge=1, description="images per process and step")
+    accumulate: int = Field(default=1, ge=1, description="batches whose gradients are averaged into one step")
+    freeze: list[str] = Field(default_factory=list, description="parts to leave as they are; [backbone]: linear probe")
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     ema: float | None = Field(default=0.9999, gt=0, lt=1, description="largest decay; null for no average")
     ema_warmup: int = Field(default=2000, ge=0, description="steps, at most a tenth of the run")
     device: str = "auto"
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def one_or_many(cls, parts: Any) -> Any:
+        """``train.freeze=backbone`` is a list of one."""
+        return [parts] if isinstance(parts, str) else parts
 
 
 class EvalSection(Section):
@@ -133,18 +210,65 @@ class EvalSection(Section):
     top_k: int = Field(default=300, ge=1, description="detections an image")
 
 
-class RunConfig(Section):
-    """A whole run."""
+class ClassificationEvalSection(Section):
+    """Evaluation during the run."""
+
+    every: int = Field(default=1, ge=1, description="epochs")
+    batch: int = Field(default=64, ge=1)
+
+
+class Run(Section):
+    """What every run has."""
 
     model: ModelSection
-    data: DataSection
-    augment: AugmentSection = Field(default_factory=AugmentSection)
     optim: OptimSection = Field(default_factory=OptimSection)
-    loss: LossSection = Field(default_factory=LossSection)
     train: TrainSection
-    eval: EvalSection = Field(default_factory=EvalSection)
     output: str = Field(description="the run's folder")
     seed: int = Field(default=0, ge=0)
+
+
+class RunConfig(Run):
+    """A run that trains a detector."""
+
+    task: Literal["detection"] = "detection"
+    data: DataSection
+    augment: AugmentSection = Field(default_factory=AugmentSection)
+    loss: LossSection = Field(default_factory=LossSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+
+
+class ClassificationRunConfig(Run):
+    """A run that trains a classifier."""
+
+    task: Literal["classification"]
+    data: ClassificationDataSection
+    augment: ClassificationAugmentSection = Field(default_factory=ClassificationAugmentSection)
+    loss: ClassificationLossSection = Field(default_factory=ClassificationLossSection)
+    eval: ClassificationEvalSection = Field(default_factory=ClassificationEvalSection)
+
+
+AnyRunConfig = RunConfig | ClassificationRunConfig
+TASKS: dict[str, type[RunConfig] | type[ClassificationRunConfig]] = {
+    "detection": RunConfig,
+    "classification": ClassificationRunConfig,
+}
+
+
+def check_config(values: dict[str, Any]) -> AnyRunConfig:
+    """Plain values to a run's configuration, by their ``task``.
+
+    Raises:
+        ValueError: pydantic's, with all problems; or an unknown task.
+    """
+    return task_config(values).model_validate(values)
+
+
+def task_config(values: dict[str, Any]) -> type[RunConfig] | type[ClassificationRunConfig]:
+    """The class of configuration that ``task`` asks for; detection where it is not given."""
+    task = values.get("task", "detection")
+    if not isinstance(task, str) or task not in TASKS:
+        raise UserError(f"there is no task {task!r}; {did_you_mean(str(task), list(TASKS))}")
+    return TASKS[task]
 
 
 def find_config(path: str | Path) -> Path:
@@ -162,7 +286,7 @@ def find_config(path: str | Path) -> Path:
     raise UserError(f"there is no configuration {path}; give a YAML file or one of those shipped: {', '.join(shipped)}")
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(path: str | Path, overrides: list[str] | None = None) -> AnyRunConfig:
     """Read a run's YAML, apply ``section.key=value`` overrides and check everything.
 
     Raises:
@@ -181,9 +305,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     for override in overrides or []:
         apply_override(values, override)
     try:
-        return RunConfig.model_validate(values)
+        return check_config(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {'; '.join(explain(problem) for problem in error.errors())}") from error
+        config = task_config(values)
+        raise UserError(f"{path}: {'; '.join(explain(problem, config) for problem in error.errors())}") from error
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -204,11 +329,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"the value of the override {override!r} is not valid YAML; quote it") from error
 
 
-def explain(problem: Any) -> str:
+def explain(problem: Any, kind: type[BaseModel]) -> str:
     """One of pydantic's problems as a clause."""
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {place!r}{_closest(problem['loc'])}"
+        return f"unknown key {place!r}{_closest(problem['loc'], kind)}"
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] == "value_error":
@@ -219,9 +344,9 @@ def explain(problem: Any) -> str:
     return f"{place!r} {message[:1].lower()}{message[1:]}, got {problem['input']!r}".replace("got None", "got nothing")
 
 
-def _closest(place: tuple[Any, ...]) -> str:
+def _closest(place: tuple[Any, ...], kind: type[BaseModel]) -> str:
     """What an unknown key may have meant, in brackets."""
-    section: Any = RunConfig
+    section: Any = kind
     for part in place[:-1]:
         section = section.model_fields[part].annotation
     return f" ({did_you_mean(str(place[-1]), section.model_fields)})"

@@ -20,7 +20,7 @@ def some(names: Sequence[str], most: int = 5) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` where something known is close to the word, else all that is known."""
+    """``did you mean 'x'?`` where something known is close to the word, else what is known, as far as it is short."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {some(known, 20)}"

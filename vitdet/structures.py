@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitdet import boxes as box_ops
-from vitdet.drawing import draw_boxes
+from vitdet.drawing import blend_heat, draw_boxes, draw_caption
 
 if TYPE_CHECKING:
     import supervision
@@ -34,6 +35,13 @@ class ClassMap:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def distinct_names(self) -> list[str]:
+        """The names; one that several classes share (ImageNet has two cranes) is followed by its id."""
+        uses = Counter(self.names)
+        pairs = zip(self.ids, self.names, strict=True)
+        return [name if uses[name] == 1 else f"{name} ({category})" for category, name in pairs]
 
     @property
     def label_of_id(self) -> dict[int, int]:
@@ -76,11 +84,12 @@ class Preprocessing:
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 ``(B, 3, h, w)`` RGB to the float tensor the model takes, channels last: convolutions are faster so."""
-        images = images.to(torch.float32, memory_format=torch.channels_last) / 255
+        images = images.to(torch.float32, memory_format=torch.channels_last, copy=True)
         if self.mean == (0.0, 0.0, 0.0) and self.std == (1.0, 1.0, 1.0):
-            return images
-        mean = images.new_tensor(self.mean).view(3, 1, 1)
-        return (images - mean) / images.new_tensor(self.std).view(3, 1, 1)
+            return images.div_(255)
+        # In place and in two passes: on a CPU this takes a third of the time.
+        mean, std = (images.new_tensor(values).mul_(255).view(3, 1, 1) for values in (self.mean, self.std))
+        return images.sub_(mean).div_(std)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as stored in checkpoints."""
@@ -277,21 +286,12 @@ class Detections:
 
     def plot(self) -> np.ndarray:
         """The image with boxes, names and scores drawn: (height, width, 3) uint8 RGB."""
-        image = self.image
-        if image is None:
-            image = np.full((*self.image_size, 3), 255, dtype=np.uint8)
         captions = [f"{name} {score:.2f}" for name, score in zip(self.names, self.scores.tolist(), strict=True)]
-        return draw_boxes(image, self.boxes_xyxy.numpy(), self.labels.numpy(), captions)
+        return draw_boxes(_canvas(self), self.boxes_xyxy.numpy(), self.labels.numpy(), captions)
 
     def save(self, path: str | Path) -> None:
         """Write the drawn picture, or with a ``.json`` name the values of :meth:`to_dict`."""
-        path = Path(path)
-        if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(self.to_dict()))
-            return
-        from PIL import Image
-
-        Image.fromarray(self.plot()).save(path, quality=95)
+        _save(self, path)
 
 
 @dataclass
@@ -319,6 +319,9 @@ class Classification:
     def __len__(self) -> int:
         return len(self.names)
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.to_dict()["classes"])
+
     @property
     def name(self) -> str:
         """The best class."""
@@ -338,6 +341,35 @@ class Classification:
             "width": self.image_size[1],
             "classes": [{"name": n, "label": k, "score": s} for n, k, s in rows],
         }
+
+    def plot(self) -> np.ndarray:
+        """The image, under its attention if there is one, with names and scores: (height, width, 3) uint8 RGB."""
+        image = _canvas(self)
+        if self.attention is not None:
+            image = blend_heat(image, self.attention)
+        return draw_caption(image, [(n, f"{s:.2f}") for n, s in zip(self.names, self.scores.tolist(), strict=True)])
+
+    def save(self, path: str | Path) -> None:
+        """Write the drawn picture, or with a ``.json`` name the values of :meth:`to_dict`."""
+        _save(self, path)
+
+
+def _canvas(result: Detections | Classification) -> np.ndarray:
+    """The result's image, or a white page of its size."""
+    if result.image is not None:
+        return result.image
+    return np.full((*result.image_size, 3), 255, dtype=np.uint8)
+
+
+def _save(result: Detections | Classification, path: str | Path) -> None:
+    """A result as picture or as JSON, by the suffix; JSON knows no NaN, and a ValueError says so."""
+    path = Path(path)
+    if path.suffix.lower() == ".json":
+        path.write_text(json.dumps(result.to_dict(), allow_nan=False))
+        return
+    from PIL import Image
+
+    Image.fromarray(result.plot()).save(path, quality=95)
 
 
 @dataclass

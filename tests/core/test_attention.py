@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vitdet.core.attention import Attention, explicit_attention, scaled_dot_product_attention
+from vitdet.core.masks import causal_mask, sliding_window_mask
+from vitdet.core.positions import alibi_bias, rotary_1d, rotate
 
 DOUBLE = torch.float64
 
@@ -80,36 +84,42 @@ def test_weights_equal_torch() -> None:
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-10)
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "mask": {"mask": True},
     "bias": {"bias": True},
     "mask and bias": {"mask": True, "bias": True},
     "causal": {"causal": True},
     "causal, mask and bias": {"causal": True, "mask": True, "bias": True},
+    "window": {"window": 2},
+    "causal window and bias": {"causal": True, "window": 3, "bias": True},
 }
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("memory", [5, 8])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_fused_equals_explicit(case: dict[str, bool], memory: int, kv_heads: int) -> None:
+def test_fused_equals_explicit(case: dict[str, Any], memory: int, kv_heads: int) -> None:
     q = torch.randn(2, 4, 5, 3, dtype=DOUBLE, requires_grad=True)
     k, v = (torch.randn(2, kv_heads, memory, 3, dtype=DOUBLE, requires_grad=True) for _ in range(2))
     mask = (torch.rand(2, 1, 5, memory) < 0.6) | (torch.arange(memory) == 0)
-    bias = torch.randn(4, 5, memory, dtype=DOUBLE)
+    bias = torch.randn(4, 5, memory, dtype=DOUBLE, requires_grad=True)
     options = {
         "mask": mask if case.get("mask") else None,
         "bias": bias if case.get("bias") else None,
         "causal": case.get("causal", False),
+        "window": case.get("window"),
     }
     explicit, weights = explicit_attention(q, k, v, **options)
-    assert_same((scaled_dot_product_attention(q, k, v, **options), [q, k, v]), (explicit, [q, k, v]))
+    inputs = [q, k, v, bias] if case.get("bias") else [q, k, v]
+    assert_same((scaled_dot_product_attention(q, k, v, **options), inputs), (explicit, inputs))
 
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 5, dtype=DOUBLE))
     allowed = mask.expand(2, 4, 5, memory) if case.get("mask") else torch.ones(2, 4, 5, memory, dtype=torch.bool)
     if case.get("causal"):
         allowed = allowed & (torch.arange(memory) <= torch.arange(5)[:, None] + memory - 5)
+    if window := case.get("window"):
+        allowed = allowed & ((torch.arange(memory) - torch.arange(5)[:, None] - memory + 5).abs() < window)
     assert torch.equal(weights > 0, allowed)
 
 
@@ -252,3 +262,130 @@ def test_projections_start_xavier_uniform_each_on_its_own() -> None:
 def test_impossible_heads_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Attention(**options)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_who_may_see_nothing_gets_nothing(with_bias: bool) -> None:
+    """On every path: zeros, zero weights and no gradient, where 0 / 0 would be NaN."""
+    q, k, v = (torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([True, False, True])[:, None].expand(3, 3)
+    bias = torch.randn(2, 3, 3) if with_bias else None
+    explicit, weights = explicit_attention(q, k, v, mask=mask, bias=bias)
+    fused = scaled_dot_product_attention(q, k, v, mask=mask, bias=bias)
+    half = scaled_dot_product_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=mask, bias=bias)
+    for found in (explicit, fused, half):
+        assert found[:, :, 1].eq(0).all()
+        assert found[:, :, [0, 2]].abs().amin() > 0
+        (gradient,) = torch.autograd.grad(found.float().square().sum(), q)
+        assert gradient[:, :, 1].eq(0).all()
+        assert gradient.isfinite().all()
+    assert weights[:, :, 1].eq(0).all()
+
+
+def test_half_precision_gradients() -> None:
+    """The path that bfloat16 takes in training on a CPU, against float64."""
+    q, k, v = (torch.randn(2, 4, 40, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    exact = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    mask = (torch.rand(40, 40) < 0.6) | torch.eye(40, dtype=torch.bool)
+    found = torch.autograd.grad(scaled_dot_product_attention(q, k, v, mask=mask).float().square().sum(), [q, k, v])
+    reference = explicit_attention(*exact, mask=mask)[0].square().sum()
+    for mine, other in zip(found, torch.autograd.grad(reference, exact), strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), other, rtol=0.05, atol=0.02 * other.abs().max().item())
+
+
+def test_scaling_makes_the_variance_of_scores_one() -> None:
+    """q · k of independent standard normal D-vectors has variance D, hence the division by √D (section 3.2.1)."""
+    for width in (16, 64):
+        q, k = torch.randn(1, 1, 500, width), torch.randn(1, 1, 400, width)
+        assert (q @ k.transpose(-2, -1)).var().item() == pytest.approx(width, rel=0.05)
+        _, weights = explicit_attention(q, k, torch.zeros(1, 1, 400, width))
+        logs = weights.log()  # the scores, but for a constant for each query
+        assert logs.var(dim=-1).mean().item() == pytest.approx(1, rel=0.05)
+
+
+def test_shared_products_equal_single_ones() -> None:
+    """Self-attention projects once for all three; told that the memory is the tokens, it projects in two products."""
+    module, x, pos = attention(kv_heads=2), tokens(), tokens()
+    inputs = [x, module.qkv.weight, module.qkv.bias]
+    assert_same((module(x), inputs), (module(x, x), inputs))
+    inputs.append(pos)
+    assert_same((module(x, query_pos=pos), inputs), (module(x, x, query_pos=pos, memory_pos=pos), inputs))
+
+
+@pytest.mark.parametrize("qk_norm", [None, "rms", "layer", "cosine"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_collecting_weights_changes_nothing(kv_heads: int, qk_norm: str | None) -> None:
+    module, x, collected = attention(kv_heads=kv_heads, qk_norm=qk_norm), tokens(), []
+    options: dict[str, Any] = {"causal": True, "window": 4, "bias": alibi_bias(4, 6, 6), "rotary": rotary_1d(6, 4)}
+    inputs = [x, *module.parameters()]
+    assert_same((module(x, **options, collect=collected), inputs[:2]), (module(x, **options), inputs[:2]))
+    (weights,) = collected
+    assert weights.shape == (2, 4, 6, 6)
+    assert torch.equal(weights > 0, (causal_mask(6, 6) & sliding_window_mask(6, 6, 4)).expand(2, 4, 6, 6))
+
+
+def test_multi_query_attention_equals_repeated_heads() -> None:
+    single, full, x = attention(kv_heads=1), attention(), tokens()
+    for mine, other in ((single.qkv.weight, full.qkv.weight), (single.qkv.bias, full.qkv.bias)):
+        q, k, v = mine.data.split([16, 4, 4])
+        repeats = [4] + [1] * (mine.ndim - 1)
+        other.data.copy_(torch.cat([q, k.repeat(repeats), v.repeat(repeats)]))
+    full.out.load_state_dict(single.out.state_dict())
+    torch.testing.assert_close(single(x), full(x), rtol=0, atol=1e-10)
+
+
+def test_keys_without_bias() -> None:
+    """As with a key bias of zero; and it is never learnt."""
+    module, zeroed, x = attention(key_bias=False), attention(), tokens()
+    zeroed.load_state_dict(module.state_dict())
+    memory, rotation = tokens(9), rotary_1d(6, 4)
+    with_bias = zeroed(x, rotary=rotation)  # without rotation, a key bias adds the same to all scores of a query
+    zeroed.qkv.bias.data[16:32] = 0
+    for context in ({}, {"memory": memory}, {"query_pos": tokens()}, {"rotary": rotation}):
+        torch.testing.assert_close(module(x, **context), zeroed(x, **context), rtol=0, atol=1e-10)
+    assert (module(x, rotary=rotation) - with_bias).abs().max() > 1e-3
+    (gradient,) = torch.autograd.grad(module(x, rotary=rotation).square().sum(), module.qkv.bias)
+    assert gradient[16:32].eq(0).all()
+    assert gradient[:16].abs().amin() > 0
+    assert gradient[32:].abs().amin() > 0
+
+
+def test_the_last_bias_alone() -> None:
+    assert [name for name, _ in attention(bias=False, qk_norm=None).named_parameters() if "bias" in name] == []
+    module = Attention(16, 4, bias=False, out_bias=True)
+    assert [name for name, _ in module.named_parameters()] == ["qkv.weight", "out.weight", "out.bias"]
+    module = Attention(16, 4, out_bias=False)
+    assert [name for name, _ in module.named_parameters()] == ["qkv.weight", "qkv.bias", "out.weight"]
+
+
+def test_rotary_attention_sees_offsets_only() -> None:
+    """A shift of all positions changes nothing, and rotated heads are what is compared, after their norm."""
+    module, x = attention(qk_norm="rms"), tokens()
+    found = module(x, rotary=rotary_1d(6, 4))
+    torch.testing.assert_close(module(x, rotary=rotary_1d(6, 4, start=40)), found, rtol=0, atol=1e-5)
+    assert (module(x) - found).abs().max() > 1e-3
+    q, k, v = module.project(x, None, None, None)
+    mixed, _ = explicit_attention(rotate(q, rotary_1d(6, 4)), rotate(k, rotary_1d(6, 4)), v)
+    torch.testing.assert_close(found, module.out(mixed.transpose(1, 2).flatten(2)), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="rotary positions are for self-attention; a memory has positions of its own"):
+        module(x, tokens(9), rotary=rotary_1d(6, 4))
+
+
+def test_a_sliding_window_is_a_banded_mask() -> None:
+    module, x = attention(), tokens()
+    band = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 3
+    torch.testing.assert_close(module(x, window=3), module(x, mask=band), rtol=0, atol=1e-10)
+    both = module(x, window=3, causal=True)
+    torch.testing.assert_close(both, module(x, mask=band.tril()), rtol=0, atol=1e-10)
+    assert (both - module(x, causal=True)).abs().max() > 1e-3
+    torch.testing.assert_close(module(x, window=6), module(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["rms", "layer", "cosine"])
+def test_each_way_of_normalising_is_its_own(name: str) -> None:
+    module, x = attention(qk_norm=name), tokens()
+    others = [attention(qk_norm=other) for other in (None, "rms", "layer", "cosine") if other != name]
+    for other in others:
+        other.load_state_dict(module.state_dict(), strict=False)
+        assert (module(x) - other(x)).abs().max() > 1e-3

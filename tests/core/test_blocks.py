@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitdet.core.attention import Attention
-from vitdet.core.blocks import DecoderBlock, EncoderBlock
+from vitdet.core.blocks import DecoderBlock, DropPath, EncoderBlock, LayerScale, Residual
 from vitdet.core.deformable import DeformableAttention
 
 WIDTH, HEADS, HIDDEN = 16, 4, 24
@@ -135,3 +135,98 @@ def test_dropout_reaches_attention_and_feed_forward() -> None:
     block = EncoderBlock(WIDTH, HEADS, HIDDEN, dropout=0.25)
     assert block.self_attention.dropout == block.feed_forward.dropout.p == 0.25
     assert block.self_attention_residual.dropout.p == block.feed_forward_residual.dropout.p == 0.25
+
+
+def sample() -> torch.Tensor:
+    return torch.randn(2, 5, WIDTH)
+
+
+@pytest.mark.parametrize("placement", ["post", "pre", "peri", "res_post"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_where_the_norm_stands(norm: str, placement: str) -> None:
+    """Each placement by its formula, with layer scale on the branch."""
+    residual, x = Residual(WIDTH, placement=placement, norm=norm, norm_eps=1e-2, layer_scale=0.5), sample()
+    with_random_values(residual)
+    n, scale = residual.norm, residual.scale.factor
+
+    def branch(tokens: Tensor) -> Tensor:
+        return tokens.sin() + tokens.mean(1, keepdim=True)
+
+    expected = {
+        "post": lambda: n(x + scale * branch(x)),
+        "pre": lambda: x + scale * branch(n(x)),
+        "peri": lambda: x + scale * residual.out_norm(branch(n(x))),
+        "res_post": lambda: x + scale * n(branch(x)),
+    }[placement]()
+    torch.testing.assert_close(residual(x, branch), expected)
+    assert (n.eps, len(list(residual.out_norm.parameters())) > 0) == (1e-2, placement == "peri")
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(
+        ValueError, match=r"placement 'mid' of the norm; use one of \['post', 'pre', 'peri', 'res_post'\]"
+    ):
+        EncoderBlock(WIDTH, HEADS, HIDDEN, placement="mid")
+
+
+def test_layer_scale() -> None:
+    module, x = LayerScale(WIDTH, 1e-3), sample()
+    torch.testing.assert_close(module(x), 1e-3 * x)
+    block = EncoderBlock(WIDTH, HEADS, HIDDEN, placement="pre", layer_scale=0.0)
+    assert torch.equal(block(x), x)  # both branches are scaled
+    block.self_attention_residual.scale.factor.data[3] = 1
+    assert (block(x) - x).abs().amax((0, 1)).nonzero().flatten().tolist() == [3]
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_mean() -> None:
+    module, x = DropPath(0.25), torch.ones(8000, 3, 2)
+    found = module(x)
+    per_sample = found.flatten(1)
+    assert torch.equal(per_sample.amin(1), per_sample.amax(1))  # all or nothing
+    assert per_sample.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert found.mean().item() == pytest.approx(1, abs=0.02)  # 3.7 standard deviations
+    assert module.eval()(x) is x
+    assert DropPath(0.0)(x) is x
+    assert DropPath(0.5)(x.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"the probability of dropping a branch, in \[0, 1\), got 1"):
+        DropPath(1)
+
+
+def test_drop_path_of_a_block_leaves_the_sample() -> None:
+    block, x = EncoderBlock(WIDTH, HEADS, HIDDEN, placement="pre", drop_path=0.5), torch.randn(64, 3, WIDTH)
+    untouched = (block(x) == x).flatten(1).all(1).double().mean().item()
+    assert 0.1 < untouched < 0.4  # a quarter: both branches, on their own
+    assert (block.eval()(x) != x).flatten(1).any(1).all()
+
+
+def test_blocks_without_bias() -> None:
+    cross = Attention(WIDTH, HEADS, bias=False)
+    for block in (
+        EncoderBlock(WIDTH, HEADS, HIDDEN, bias=False, norm="rms"),
+        DecoderBlock(WIDTH, HEADS, HIDDEN, bias=False, norm="rms", cross_attention=cross),
+    ):
+        assert not [name for name, _ in block.named_parameters() if "bias" in name]
+    for block in (
+        EncoderBlock(WIDTH, HEADS, HIDDEN), DecoderBlock(WIDTH, HEADS, HIDDEN, cross_attention=Attention(WIDTH, HEADS))
+    ):  # fmt: skip
+        assert all(layer.bias is not None for layer in block.modules() if isinstance(layer, nn.Linear))
+
+
+def test_an_injected_self_attention_is_the_one_used() -> None:
+    own = Attention(WIDTH, HEADS, kv_heads=1)
+    encoder = EncoderBlock(WIDTH, HEADS, HIDDEN, attention=own)
+    decoder = DecoderBlock(WIDTH, HEADS, HIDDEN, attention=own, cross_attention=Attention(WIDTH, HEADS))
+    assert encoder.self_attention is own
+    assert decoder.self_attention is own
+    x = sample()
+    before = encoder(x), decoder(x, x)
+    with_random_values(own)
+    after = encoder(x), decoder(x, x)
+    assert all((one - other).abs().max() > 1e-2 for one, other in zip(before, after, strict=True))
+
+
+def test_context_reaches_the_attention() -> None:
+    block, x, collected = EncoderBlock(WIDTH, HEADS, HIDDEN), sample(), []
+    torch.testing.assert_close(block(x, causal=True, collect=collected), block(x, causal=True))
+    assert collected[0].triu(1).eq(0).all()
+    assert (block(x) - block(x, causal=True)).abs().max() > 1e-2

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from vitdet.core.masks import causal_mask, group_mask
+from vitdet.core.masks import causal_mask, group_mask, padding_mask, sliding_window_mask
 
 
 def test_causal() -> None:
@@ -23,3 +24,20 @@ def test_groups() -> None:
         [0, 0, 0, 1, 1],
     ]
     assert torch.equal(group_mask(groups, shared_group=9), groups[:, None] == groups)
+
+
+def test_sliding_window() -> None:
+    band = [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+    assert sliding_window_mask(4, 4, 2).int().tolist() == band
+    assert sliding_window_mask(2, 4, 2).int().tolist() == band[2:]  # the last queries of four
+    assert (sliding_window_mask(4, 4, 2) & causal_mask(4, 4)).sum(1).tolist() == [1, 2, 2, 2]  # itself and one before
+    assert torch.equal(sliding_window_mask(3, 3, 1), torch.eye(3, dtype=torch.bool))
+    assert sliding_window_mask(3, 3, 3).all()
+    with pytest.raises(ValueError, match="a sliding window needs at least 1 token, got 0"):
+        sliding_window_mask(3, 3, 0)
+
+
+def test_padding() -> None:
+    found = padding_mask(torch.tensor([2, 0, 3]), 3)
+    assert found.shape == (3, 1, 1, 3)
+    assert found.flatten(1).int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]

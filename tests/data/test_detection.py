@@ -88,7 +88,7 @@ def test_the_cache_decodes_once(make_set: MakeSet, monkeypatch: pytest.MonkeyPat
     data = make_set()
     cached = DetectionDataset(data, transform=strong_transform(), mosaic=0.5, cache=True)
     uncached = DetectionDataset(data, transform=strong_transform(), mosaic=0.5)
-    cached.fill_cache()
+    cached.images.fill()
     assert len(calls) == 6
     keys = [SampleKey(index, epoch, (48, 64), True) for epoch in range(3) for index in range(6)]
     samples = [cached[key] for key in keys]
@@ -111,7 +111,7 @@ def test_the_cache_is_bounded(make_set: MakeSet, monkeypatch: pytest.MonkeyPatch
 def test_a_pickled_data_set_leaves_its_cache_behind(make_set: MakeSet) -> None:
     dataset = DetectionDataset(make_set(), transform=strong_transform(), cache=True)
     expected = dataset[KEY]
-    dataset.fill_cache()
+    dataset.images.fill()
     content = pickle.dumps(dataset)
     assert len(content) < 50_000  # the six images are 70,000 bytes
     assert equal(pickle.loads(content)[KEY], expected)

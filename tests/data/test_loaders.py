@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vitdet.data.detection import DetectionDataset
-from vitdet.data.loaders import EpochBatchSampler, collate, make_loader
+from vitdet.data.loaders import EpochBatchSampler, collate, collate_images, make_loader
 from vitdet.data.records import DetectionSet
 from vitdet.data.transforms import EvalTransform, TrainTransform
 from vitdet.errors import UserError
@@ -182,3 +182,56 @@ def test_a_user_error_stays_one_sentence(make_set: MakeSet, workers: int) -> Non
     sentence = f"{data.records[3].path} is not an image in a known format: replace or remove it"
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
         list(make_loader(dataset, batch_sampler=batches, workers=workers))
+
+
+def test_repeated_augmentation() -> None:
+    """The epoch keeps its length and shows a third of the images, each three times, in copies 0, 1, 2."""
+    batches = sampler(length=24, batch_size=6, repeats=3)
+    keys = joined(batches)
+    assert len(batches) == 4
+    assert len(keys) == len(set(keys)) == 24
+    copies = {index: sorted(key.copy for key in keys if key.index == index) for index in {key.index for key in keys}}
+    assert len(copies) == 8
+    assert set(map(tuple, copies.values())) == {(0, 1, 2)}
+    assert all(len({key.index for key in batch}) == 2 for batch in batches)
+    batches.set_epoch(1)
+    assert {key.index for key in batches.__iter__().__next__()} != {key.index for key in keys[:6]}
+    assert {key.copy for key in joined(sampler())} == {0}
+    whole = list(sampler(length=24, batch_size=6, repeats=3))
+    assert list(sampler(length=24, batch_size=6, repeats=3, start_batch=2)) == whole[2:]
+
+
+def test_repeated_copies_are_dealt_to_the_ranks() -> None:
+    """Each rank sees another copy of the same images."""
+    ranks = [list(sampler(length=24, batch_size=4, repeats=2, rank=rank, world_size=2)) for rank in range(2)]
+    for first, second in zip(*ranks, strict=True):
+        assert [key.index for key in first] == [key.index for key in second]
+        assert {key.copy for key in first} == {0}
+        assert {key.copy for key in second} == {1}
+
+
+def test_repeats_of_few_images() -> None:
+    """Fewer images than a batch, on two ranks: the samples that fill up are whole keys too."""
+    ranks = [joined(sampler(length=5, batch_size=8, repeats=2, rank=rank, world_size=2)) for rank in range(2)]
+    assert [len(keys) for keys in ranks] == [3, 3]
+    assert len({(key.index, key.copy) for key in joined(ranks)}) == 5
+
+
+@pytest.mark.parametrize("options", [{"repeats": 0}, {"repeats": 2, "shuffle": False}])
+def test_wrong_repeats(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="repeats must be at least 1, and 1 without shuffle"):
+        sampler(**options)
+
+
+@pytest.mark.parametrize("size", [(20, 40), (1, 1), (1, 9), (7, 1)])
+def test_collate_images(size: tuple[int, int]) -> None:
+    images = [np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8) for seed in range(3)]
+    samples = [(image, {"label": label, "index": 10 + label}) for image, label in zip(images, (2, 0, 1), strict=True)]
+    batch = collate_images(samples, num_classes=4)
+    assert np.array_equal(batch["images"].numpy(), np.stack(images).transpose(0, 3, 1, 2))
+    assert batch["images"].is_contiguous()
+    assert batch["labels"].tolist() == [2, 0, 1]
+    assert batch["labels"].dtype == torch.int64
+    assert batch["targets"].probabilities.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
+    assert batch["targets"].teacher is None
+    assert batch["indices"] == [12, 10, 11]

@@ -1,12 +1,15 @@
-"""Mosaic and mixup."""
+"""Mosaic and mixup of samples; mixup and cutmix of batches."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from vitdet.data.mixing import MIN_VISIBLE, mixup, mosaic
+from vitdet.data.mixing import MIN_VISIBLE, BatchMixer, mixup, mosaic
 from vitdet.data.transforms import Sample
+from vitdet.structures import ImageTargets
 
 
 def plain(label: int, size: tuple[int, int] = (90, 150)) -> Sample:
@@ -103,3 +106,126 @@ def test_mixup_blends_and_joins() -> None:
 def test_mixup_takes_equal_sizes() -> None:
     with pytest.raises(ValueError, match=r"equal size, got \(90, 150, 3\) and \(80, 150, 3\)"):
         mixup(plain(0), plain(1, size=(80, 150)), np.random.default_rng(0))
+
+
+# --- a batch mixed with itself
+
+
+def batch(size: int = 6, side: int = 20) -> tuple[Tensor, ImageTargets]:
+    """Image i is flat with level i, and of class i."""
+    images = torch.arange(size, dtype=torch.float32).view(-1, 1, 1, 1).repeat(1, 3, side, side + 4)
+    return images.to(memory_format=torch.channels_last), ImageTargets.from_labels(torch.arange(size), size)
+
+
+def own_shares(targets: ImageTargets) -> Tensor:
+    return targets.probabilities.diagonal()
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0])
+def test_batch_mixup(alpha: float) -> None:
+    """Pixels and labels are blended by one weight, which is Beta(alpha, alpha)."""
+    mixer = BatchMixer(mixup=alpha)
+    weights = []
+    for _ in range(600):
+        images, targets = mixer(*batch())
+        share = own_shares(targets)[0]
+        weights.append(float(share))
+        levels = torch.arange(6.0)
+        expected = share * levels + (1 - share) * levels.flip(0)
+        assert torch.allclose(images, expected.view(-1, 1, 1, 1).expand_as(images), atol=1e-5)
+        assert torch.allclose(targets.probabilities @ levels, expected, atol=1e-5)
+    assert np.mean(weights) == pytest.approx(0.5, abs=0.06)
+    assert np.var(weights) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.15)
+
+
+def test_batch_cutmix() -> None:
+    """The mass of a label is the share of its pixels, also where the box leaves the image; both have one rectangle."""
+    mixer = BatchMixer(cutmix=1.0)
+    areas = []
+    for _ in range(400):
+        before, _ = batch()
+        images, targets = mixer(*batch())
+        foreign = (images != before)[0, 0]
+        areas.append(float(foreign.float().mean()))
+        assert own_shares(targets)[0] == pytest.approx(1 - areas[-1], abs=1e-6)
+        assert own_shares(targets)[2] == own_shares(targets)[0]
+        assert torch.equal(images[1][:, foreign], before[4][:, foreign])
+        assert torch.equal(images[1][:, ~foreign], before[1][:, ~foreign])
+        rows, columns = foreign.any(dim=1).sum(), foreign.any(dim=0).sum()
+        assert int(rows * columns) == int(foreign.sum())
+        assert targets.probabilities.sum(dim=1) == pytest.approx(np.ones(6), abs=1e-6)
+    # A span of length r around a uniform point of [0, 1] has r - r^2 / 4 of its length inside on average, each side of
+    # the box has r = sqrt(1 - lambda), and lambda is uniform.
+    r = np.sqrt(np.linspace(0, 1, 10_001))
+    assert np.mean(areas) == pytest.approx(np.mean((r - r**2 / 4) ** 2), abs=0.05)
+
+
+def test_switch_and_probability() -> None:
+    def kinds(**options: float) -> tuple[int, int, int]:
+        mixer = BatchMixer(**options)
+        counts = [0, 0, 0]
+        for _ in range(200):
+            before, _ = batch()
+            images, targets = mixer(*batch())
+            changed = images != before
+            counts[0 if not changed.any() else 1 if changed[0].all() else 2] += 1
+            assert (own_shares(targets)[0] < 1) == bool(changed.any())
+        return counts[0], counts[1], counts[2]
+
+    assert kinds() == (200, 0, 0)
+    none, blended, cut = kinds(mixup=0.8, cutmix=8.0)
+    assert none <= 4
+    assert 70 < blended < 130
+    assert blended + cut + none == 200
+    assert kinds(mixup=0.8, cutmix=8.0, switch=0.0)[2] == 0
+    assert kinds(mixup=8.0, cutmix=8.0, switch=1.0)[1] <= 4  # a box may cover the image
+    assert 60 < kinds(mixup=8.0, probability=0.5)[0] < 140
+
+
+def test_mixing_repeats_with_torchs_seed() -> None:
+    """The state of numpy and of Python is not touched, nor asked for."""
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        np.random.random(7)
+        mixer = BatchMixer(mixup=0.8, cutmix=1.0)
+        results.append([mixer(*batch()) for _ in range(5)])
+    for (images, targets), (again, same) in zip(*results, strict=True):
+        assert torch.equal(images, again)
+        assert torch.equal(targets.probabilities, same.probabilities)
+
+
+@pytest.mark.parametrize("options", [{"mixup": 1.0}, {"cutmix": 1.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixing_keeps_memory_dtype_and_format(options: dict[str, float], dtype: torch.dtype) -> None:
+    images, targets = batch()
+    images = images.to(dtype)
+    rows = targets.probabilities.clone()
+    mixed, new = BatchMixer(**options)(images, targets)
+    assert mixed.data_ptr() == images.data_ptr()
+    assert mixed.dtype == dtype
+    assert mixed.is_contiguous(memory_format=torch.channels_last)
+    assert new.probabilities.dtype == torch.float32
+    assert torch.equal(targets.probabilities, rows)
+
+
+@pytest.mark.parametrize("options", [{"mixup": 1.0}, {"cutmix": 1.0}], ids=str)
+def test_an_image_without_a_partner_stays(options: dict[str, float]) -> None:
+    """Of an odd batch the one in the middle, which a batch of one consists of."""
+    for size in (1, 5):
+        before, plain = batch(size)
+        for _ in range(5):
+            images, targets = BatchMixer(**options)(*batch(size))
+            assert torch.allclose(images[size // 2], before[size // 2])
+            assert torch.allclose(targets.probabilities[size // 2], plain.probabilities[size // 2])
+
+
+def test_what_cannot_be_mixed() -> None:
+    images, targets = batch()
+    targets.teacher = torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="mix the batch before the teacher sees it"):
+        BatchMixer(mixup=1.0)(images, targets)
+    with pytest.raises(ValueError, match="switch is a probability, got 2"):
+        BatchMixer(switch=2)
+    with pytest.raises(ValueError, match="alphas of beta distributions, >= 0, got -1 and 0"):
+        BatchMixer(mixup=-1)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from PIL import Image
+from timm.data import create_transform
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
 
 from vitdet.data.transforms import (
     EvalTransform,
@@ -16,7 +19,9 @@ from vitdet.data.transforms import (
     _iou_crop,
     render,
     resize,
+    to_input,
 )
+from vitdet.structures import Preprocessing
 
 SIZE = (64, 80)
 COLOURS = np.array([(255, 40, 40), (40, 255, 40), (40, 40, 255)], dtype=np.uint8)
@@ -57,6 +62,98 @@ def test_resize_is_pillows(size: tuple[int, int]) -> None:
     assert ours.dtype == np.uint8
     assert ours.flags.c_contiguous
     assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(248, 330), (700, 900), (640, 480), (13, 7), (100, 700), (1, 1)], ids=str)
+def test_bicubic_is_pillows(size: tuple[int, int]) -> None:
+    """One gray level, but for one value in 50,000; the last enlarges the width only, and rows are done first."""
+    image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
+    ours = resize(image, size, interpolation="bicubic")
+    rows = Image.fromarray(image).resize((size[1], 480), Image.Resampling.BICUBIC)
+    difference = np.abs(ours.astype(int) - np.asarray(rows.resize((size[1], size[0]), Image.Resampling.BICUBIC)))
+    assert ours.shape == (*size, 3)
+    assert difference.max() <= 2
+    assert (difference > 1).mean() < 2e-5
+    assert not np.array_equal(ours, resize(image, size)) or size == (1, 1)
+
+
+def torchvision_input(image: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
+    """What torchvision and timm evaluate on, for a square size."""
+    assert preprocessing.crop is not None
+    side = preprocessing.size[0]
+    mode = InterpolationMode(preprocessing.interpolation)
+    steps = [transforms.Resize(round(side / preprocessing.crop - 0.49), mode), transforms.CenterCrop(side)]
+    return np.asarray(transforms.Compose(steps)(Image.fromarray(image)))
+
+
+@pytest.mark.parametrize(
+    ("size", "crop", "interpolation"), [(224, 0.9, "bicubic"), (224, 224 / 256, "bilinear"), (96, 1.0, "bicubic")]
+)
+@pytest.mark.parametrize("image_size", [(375, 500), (501, 333), (224, 224), (60, 91), (17, 120), (300, 37)], ids=str)
+def test_input_is_torchvisions(image_size: tuple[int, int], size: int, crop: float, interpolation: str) -> None:
+    """Also for images smaller than the input, and for long ones."""
+    image = np.random.default_rng(0).integers(0, 256, (*image_size, 3), dtype=np.uint8)
+    preprocessing = Preprocessing((size, size), interpolation=interpolation, crop=crop)
+    ours, theirs = to_input(image, preprocessing), torchvision_input(image, preprocessing)
+    assert ours.shape == theirs.shape == (size, size, 3)
+    assert ours.flags.c_contiguous
+    difference = np.abs(ours.astype(int) - theirs)
+    assert difference.max() <= 2
+    assert (difference > 1).mean() < 1e-4
+
+
+def test_input_is_timms() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (320, 261, 3), dtype=np.uint8)
+    for crop in (0.875, 0.9, 0.95, 1.0):
+        for side in (96, 224):
+            timms = create_transform(side, interpolation="bicubic", crop_pct=crop, mean=(0, 0, 0), std=(1, 1, 1))
+            theirs = timms(Image.fromarray(image)).permute(1, 2, 0).numpy() * 255
+            ours = to_input(image, Preprocessing((side, side), interpolation="bicubic", crop=crop))
+            assert np.abs(ours - theirs).max() <= 2.01
+            assert np.abs(ours - theirs).mean() < 0.1
+
+
+def test_input_without_crop_is_stretched() -> None:
+    image = squares()[0]
+    for interpolation in ("bilinear", "bicubic"):
+        ours = to_input(image, Preprocessing(SIZE, interpolation=interpolation))
+        assert np.array_equal(ours, resize(image, SIZE, interpolation=interpolation))
+
+
+@pytest.mark.parametrize("size", [(60, 120), (120, 60), (100, 37)], ids=str)
+@pytest.mark.parametrize("image_size", [(90, 180), (180, 90), (77, 78)], ids=str)
+def test_an_input_that_is_not_square(image_size: tuple[int, int], size: tuple[int, int]) -> None:
+    """A gradient shows scale and place: the resized image just covers the size, and its middle is kept."""
+    height, width = image_size
+    image = np.empty((height, width, 3), dtype=np.uint8)
+    image[..., 0], image[..., 1], image[..., 2] = np.arange(height)[:, None], np.arange(width), 0
+    result = to_input(image, Preprocessing(size, crop=1.0)).astype(float)
+    factor = max(size[0] / height, size[1] / width)
+    for channel, axis in ((0, 0), (1, 1)):
+        line = result[:, size[1] // 2, channel] if axis == 0 else result[size[0] // 2, :, channel]
+        middle = line[len(line) // 4 : -(len(line) // 4)]  # away from the edges, where the filter is cut
+        slope = (middle[-1] - middle[0]) / (len(middle) - 1)
+        assert slope == pytest.approx(1 / factor, abs=1.5 / len(middle))  # levels are whole
+        assert line.mean() == pytest.approx((image_size[axis] - 1) / 2, abs=1.0 / factor + 0.5)
+
+
+def test_a_very_long_image_is_cut_first() -> None:
+    """A strip of 40,000 pixels takes no more memory than its middle, and shows what the whole one would."""
+    strip = np.zeros((16, 40_000, 3), dtype=np.uint8)
+    strip[:, 19_998:20_002] = 255
+    for image in (strip, np.ascontiguousarray(strip.transpose(1, 0, 2))):
+        result = to_input(image, Preprocessing((32, 32), crop=1.0))
+        line = result[16, :, 0] if image is strip else result[:, 16, 0]
+        assert line[0] == line[-1] == 0
+        assert (line[13:19] > 200).all()
+        assert np.array_equal(line, line[::-1])
+
+
+def test_resize_takes_read_only_images() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    expected = resize(image, (20, 20))
+    image.flags.writeable = False
+    assert np.array_equal(resize(image, (20, 20)), expected)
 
 
 def test_resize_takes_views() -> None:

@@ -61,3 +61,39 @@ def test_a_step_is_adamw() -> None:
     expected = weight * (1 - 0.1 * 0.5) - 0.1 * torch.tensor([[1.0, -1.0, 1.0]])
     torch.testing.assert_close(layer.weight.detach(), expected)
     torch.testing.assert_close(layer.bias.detach(), bias - 0.1)
+
+
+def test_each_layer_learns_at_its_own_rate() -> None:
+    """The last norm at the backbone's rate, each layer below at a share of the one above (arXiv 2106.08254)."""
+    model = create_model("vit_tiny_patch16_224", num_classes=2, layers=3)
+    groups = parameter_groups(model, **RATES, layer_decay=0.5)
+    rate = {id(p): group["lr"] for group in groups for p in group["params"]}
+    names = dict(model.named_parameters())
+    assert len(rate) == len(names)
+    expected = {
+        "backbone.encoder.norm.weight": 1e-4,
+        "backbone.patch_embedding.project.weight": 1e-4 / 16,
+        "head.bias": 1e-3,
+    }
+    expected |= {f"backbone.encoder.layers.{n}.feed_forward.expand.weight": 1e-4 / 2 ** (3 - n) for n in range(3)}
+    for name, value in expected.items():
+        assert rate[id(names[name])] == pytest.approx(value), name
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    for name, parameter in names.items():
+        tokens = name.endswith(("class_token", "positions.table"))
+        assert (id(parameter) in decayed) == (parameter.ndim > 1 and not tokens), name
+
+
+def test_layer_decay_needs_numbered_layers() -> None:
+    with pytest.raises(ValueError, match="needs a backbone of numbered layers"):
+        parameter_groups(nn.Linear(2, 2), **RATES, layer_decay=0.5)
+
+
+def test_what_says_so_is_not_decayed() -> None:
+    """Swin v2's network of position biases, as published."""
+    model = create_model("swinv2_tiny_window8_256", num_classes=2)
+    groups = parameter_groups(model, **RATES)
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    mlp = [p for name, p in model.named_parameters() if ".position_bias.mlp." in name]
+    assert len(mlp) > 12
+    assert not decayed & {id(p) for p in mlp}

@@ -90,14 +90,16 @@ def make_batches() -> list[dict[str, Any]]:
 
 def make_trainer(
     output: Path, *, broken: tuple[int, ...] = (), scores: list[float] | None = None, epochs: int = 3, every: int = 1,
-    ema: bool = True, clip_norm: float = 0.0, rate: Callable[[int], float] = lambda step: 1.0, name: str = "toy",
+    ema: bool = True, clip_norm: float = 0.0, accumulate: int = 1,
+    rate: Callable[[int], float] = lambda step: 1.0, name: str = "toy",
 ) -> Trainer:  # fmt: skip
     """A trainer whose evaluations give ``scores`` in turn."""
     torch.manual_seed(1)
     model = ToyModel()
     given = iter(scores or [])
     return Trainer(
-        model=model, criterion=ToyCriterion(broken), rate=rate, loader=make_batches(), sampler=ToySampler(),
+        model=model, forward=lambda model, images, targets: model(images, targets), accumulate=accumulate,
+        criterion=ToyCriterion(broken), rate=rate, loader=make_batches(), sampler=ToySampler(),
         optimizer=make_optimizer(model, lr=0.01, backbone_lr=0.01, weight_decay=0.0),
         ema=ExponentialMovingAverage(model, decay=0.5, warmup=1) if ema else None,
         evaluate=(lambda model: {"AP": next(given), "AP50": 0.5, "per_class": {}}) if scores else None, metric="AP",
@@ -151,15 +153,15 @@ def test_losses_are_epoch_means_summed_by_term(tmp_path: Path) -> None:
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, broken=(1,), ema=False)
     first, second, third = trainer.loader
-    trainer.train_step(first)
+    trainer.train_step([first])
     before, moments = weights(trainer.model), trainer.optimizer.state_dict()["state"]
     kept = {index: {key: value.clone() for key, value in state.items()} for index, state in moments.items()}
-    trainer.train_step(second)
+    trainer.train_step([second])
     assert equal(weights(trainer.model), before)
     for index, state in trainer.optimizer.state_dict()["state"].items():
         assert equal(state, kept[index]), "moments or step counts moved"
     assert (int(trainer.skipped), trainer.step) == (1, 2)
-    trainer.train_step(third)
+    trainer.train_step([third])
     assert not equal(weights(trainer.model), before)
     assert int(trainer.skipped) == 1
 
@@ -210,11 +212,50 @@ def test_a_step_draws_the_same_whatever_was_drawn_before(tmp_path: Path) -> None
     for before in (0, 17):
         trainer = make_trainer(tmp_path)
         torch.rand(before)
-        losses.append([trainer.train_step(batch)["total"].item() for batch in trainer.loader])
+        losses.append([trainer.train_step([batch])["total"].item() for batch in trainer.loader])
     assert losses[0] == losses[1]
     trainer = make_trainer(tmp_path)
     trainer.seed = 2
-    assert trainer.train_step(trainer.loader[0])["total"].item() != losses[0][0]
+    assert trainer.train_step([trainer.loader[0]])["total"].item() != losses[0][0]
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path) -> None:
+    """Their gradients are averaged; an epoch of three batches has a step of two and a step of the one left."""
+    batches = make_batches()
+    joined = {
+        "images": torch.cat([batch["images"] for batch in batches[:2]]),
+        "targets": Targets.from_lists([torch.zeros(0, 4)] * 4, [torch.zeros(0, dtype=torch.int64)] * 4),
+    }
+    states = []
+    for group in (batches[:2], [joined]):
+        trainer = make_trainer(tmp_path, ema=False)
+        trainer.model.dropout.p = 0.0
+        losses = trainer.train_step(group)
+        states.append((weights(trainer.model), losses["total"].item()))
+    torch.testing.assert_close(states[0][0], states[1][0])
+    assert states[0][1] == pytest.approx(states[1][1])
+
+    trainer = make_trainer(tmp_path, accumulate=2)
+    losses = trainer.train_epoch()
+    assert trainer.step == 2
+    assert losses["total"] == pytest.approx(3 * losses["vfl"])
+
+
+def test_images_are_prepared_before_the_model_sees_them(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    seen: list[Tensor] = []
+    trainer.prepare = lambda images, targets: (images * 0 + 0.25, targets)
+    trainer.forward = lambda model, images, targets: (seen.append(images), model(images, targets))[1]
+    trainer.train_step([trainer.loader[0]])
+    assert seen[0].unique().tolist() == [0.25]
+
+
+def test_frozen_parts_stay_in_evaluation_mode(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.frozen = [trainer.model.dropout]
+    trainer.train_epoch()
+    assert trainer.model.head.training
+    assert not trainer.model.dropout.training
 
 
 def test_a_bad_step_now_and_then_does_not_end_the_run(tmp_path: Path) -> None:
@@ -236,7 +277,7 @@ def test_the_rate_multiplies_every_groups_own(tmp_path: Path) -> None:
     trainer.base_rates = [0.5, 0.25]
     seen = []
     for batch in trainer.loader:
-        trainer.train_step(batch)
+        trainer.train_step([batch])
         seen.append([group["lr"] for group in trainer.optimizer.param_groups])
     assert seen == [pytest.approx([0.05, 0.025]), pytest.approx([0.1, 0.05]), pytest.approx([0.15, 0.075])]
 
@@ -252,7 +293,7 @@ def test_gradients_are_clipped(tmp_path: Path, clip_norm: float, expected: float
         norms.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
 
     trainer.optimizer.register_step_pre_hook(record)
-    trainer.train_step(trainer.loader[0])
+    trainer.train_step([trainer.loader[0]])
     assert norms[0] == pytest.approx(expected, rel=1e-3) if expected else norms[0] > 1
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from vitdet.errors import UserError
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.inference.outputs import SHEET, PredictionWriter, format_table
-from vitdet.structures import ClassMap, Detections
+from vitdet.structures import Classification, ClassMap, Detections
 
 CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
 
@@ -26,6 +26,17 @@ def found(path: str | Path | None, labels: tuple[int, ...] = (1,)) -> Detections
         names=[CLASS_MAP.names[label] for label in labels],
         image_size=(100, 120),
         path=None if path is None else Path(path),
+    )
+
+
+def classified(path: str | Path | None, labels: tuple[int, ...] = (1, 0)) -> Classification:
+    return Classification(
+        scores=torch.tensor([0.75, 0.25])[: len(labels)],
+        labels=torch.tensor(labels),
+        names=[CLASS_MAP.names[label] for label in labels],
+        image_size=(100, 120),
+        path=None if path is None else Path(path),
+        attention=np.zeros((100, 120), dtype=np.float32),
     )
 
 
@@ -90,6 +101,41 @@ def test_summary_and_table(tmp_path: Path) -> None:
         " cat                   1",
         " all (2 images)        4",
     ]
+
+
+def test_classifications(tmp_path: Path) -> None:
+    """A picture and a row an image; the summary counts images by their best class."""
+    with PredictionWriter(tmp_path, CLASS_MAP) as writer:
+        pictures = [
+            writer.write(classified("in/a.png")),
+            writer.write(classified(None, (0, 1))),
+            writer.write(classified("in/b.jpg")),
+        ]
+        summary = writer.close()
+    assert [picture.name for picture in pictures] == ["a.png", "image_2.jpg", "b.jpg"]
+    assert files(tmp_path) == ["a.png", "b.jpg", "image_2.jpg", "predictions.json"]
+    assert np.array_equal(np.asarray(Image.open(pictures[0])), classified(None).plot())
+    dog = [{"name": "dog", "label": 1, "score": 0.75}, {"name": "cat", "label": 0, "score": 0.25}]
+    cat = [{"name": "cat", "label": 0, "score": 0.75}, {"name": "dog", "label": 1, "score": 0.25}]
+    assert json.loads((tmp_path / "predictions.json").read_text()) == [
+        {"file_name": "in/a.png", "classes": dog},
+        {"file_name": "image_2.jpg", "classes": cat},
+        {"file_name": "in/b.jpg", "classes": dog},
+    ]
+    assert summary == {"images": 3, "per_class": {"cat": 1, "dog": 2}}
+    assert format_table(summary).splitlines() == [
+        " class            images",
+        " dog                   2",
+        " cat                   1",
+        " all (3 images)        3",
+    ]
+
+
+def test_classes_of_one_name_are_counted_together(tmp_path: Path) -> None:
+    with PredictionWriter(tmp_path, ClassMap(ids=(134, 517), names=("crane", "crane"))) as writer:
+        writer.write(classified("a.jpg", (0,)))
+        writer.write(classified("b.jpg", (1,)))
+        assert writer.close()["per_class"] == {"crane": 2}
 
 
 def test_no_images_leave_an_empty_list(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
 
     Args:
         q: (B, H, N, D). k, v: (B, H or fewer, M, D): key/value heads are shared by groups of query heads.
-        mask: boolean, True = may attend, broadcastable to (B, H, N, M).
+        mask: boolean, True = may attend, broadcastable to (B, H, N, M). A query that may see nothing gets zeros.
         bias: additive, broadcastable to (B, H, N, M).
         causal: query n sees memory up to n + M - N (the last query sees everything).
         window: query n sees only memory less than this far from n + M - N.
@@ -54,6 +54,7 @@ def scaled_dot_product_attention(
     Returns:
         (B, H, N, D).
     """
+    causal = causal and q.shape[-2] > 1  # one query is the last and sees everything: decoding needs no mask
     if window is not None or (causal and (mask is not None or bias is not None or q.shape[-2] != k.shape[-2])):
         mask = visible(mask, q.shape[-2], k.shape[-2], causal=causal, window=window, device=q.device)
         causal = False
@@ -73,11 +74,17 @@ def explicit_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same as :func:`scaled_dot_product_attention`, step by step; also returns the weights (B, H, N, M)."""
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5  # (B, H, N, M)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    # The division by √D comes before the product: there are fewer queries' channels than scores to divide.
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, H, N, M)
     mask = visible(mask, q.shape[-2], k.shape[-2], causal=causal, window=window, device=q.device)
-    term = additive_mask(mask, bias, scores.dtype)
-    weights = (scores if term is None else scores + term).softmax(dim=-1)
+    if mask is None:
+        weights = (scores if bias is None else scores + bias.to(scores.dtype)).softmax(dim=-1)
+        return weights @ v, weights
+    blind = ~mask.any(dim=-1, keepdim=True)  # queries that may see nothing: opened, or their softmax would be 0 / 0
+    term = additive_mask(mask | blind, bias, scores.dtype)
+    weights = (scores + term).softmax(dim=-1).masked_fill(blind, 0)
     return weights @ v, weights
 
 
@@ -165,13 +172,13 @@ class Attention(nn.Module):
         rotary: Rotation | None, cache: KeyValueCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k, v: rotated, and joined with what the cache holds."""
+        if memory is not None and rotary is not None:
+            raise ValueError("rotary positions are for self-attention; a memory has positions of its own")
         if memory is not None and cache is not None and len(cache):
             (q,) = self._project(tokens if query_pos is None else tokens + query_pos, 0, 0)
             return self.q_norm(q), *cache.content()  # a memory does not change: its keys and values are there already
         q, k, v = self.project(tokens, memory, query_pos, memory_pos)
         if rotary is not None:
-            if memory is not None:
-                raise ValueError("rotary positions are for self-attention; a memory has positions of its own")
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(k, v)

@@ -116,16 +116,17 @@ class DecoderBlock(nn.Module):
 
     The cross-attention is injected: any module called as ``cross(tokens, memory, query_pos=…, **context)``, so that
     dense (:class:`Attention`) and deformable (:class:`DeformableAttention`) attention share this block.
-    The other arguments are those of :class:`EncoderBlock`.
+    ``attention`` is the self-attention, as in :class:`EncoderBlock`, whose are the other arguments, too.
     """
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, cross_attention: nn.Module, activation: str = "relu",
         placement: str = "post", norm: str = "layer", norm_eps: float = 1e-5, dropout: float = 0.0, bias: bool = True,
+        attention: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         around: dict[str, Any] = {"placement": placement, "norm": norm, "norm_eps": norm_eps, "dropout": dropout}
-        self.self_attention = Attention(width, heads, bias=bias, dropout=dropout)
+        self.self_attention = Attention(width, heads, bias=bias, dropout=dropout) if attention is None else attention
         self.self_attention_residual = Residual(width, **around)
         self.cross_attention = cross_attention
         self.cross_attention_residual = Residual(width, **around)

@@ -44,6 +44,11 @@ class KeyValueCache:
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]
 
+    def repeat(self, copies: int) -> None:
+        """Every row of the batch becomes ``copies`` neighbouring ones."""
+        if self._keys is not None:
+            self.reorder(torch.arange(len(self._keys), device=self._keys.device).repeat_interleave(copies))
+
 
 def _room(held: Tensor | None, new: Tensor, length: int, total: int) -> Tensor:
     """``held`` if it has room for ``total`` tokens, else a larger copy."""

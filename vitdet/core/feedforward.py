@@ -42,12 +42,16 @@ class FeedForward(nn.Module):
 
 
 class MLP(nn.Module):
-    """``layers`` linear layers with ReLU between them: DETR's box head and query-position head."""
+    """``layers`` linear layers with ReLU between them: DETR's box head and query-position head.
 
-    def __init__(self, width_in: int, hidden: int, width_out: int, *, layers: int) -> None:
+    The last has no bias without ``out_bias``.
+    """
+
+    def __init__(self, width_in: int, hidden: int, width_out: int, *, layers: int, out_bias: bool = True) -> None:
         super().__init__()
-        widths = [width_in, *[hidden] * (layers - 1), width_out]
+        widths = [width_in, *[hidden] * (layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.layers.append(nn.Linear(widths[-1], width_out, bias=out_bias))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, width_in) to (…, width_out)."""

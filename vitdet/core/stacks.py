@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitdet.core.cache import KeyValueCache
@@ -13,7 +12,7 @@ from vitdet.core.cache import KeyValueCache
 
 def drop_path_rates(rate: float, layers: int) -> list[float]:
     """Stochastic depth's rate for each layer, from 0 in the first to ``rate`` in the last (arXiv 1603.09382, eq. 4)."""
-    return torch.linspace(0, rate, layers).tolist()
+    return [rate * index / max(layers - 1, 1) for index in range(layers)]
 
 
 class EncoderStack(nn.Module):

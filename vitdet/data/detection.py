@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from vitdet.data.cache import ImageCache
 from vitdet.data.images import decode_image
+from vitdet.data.keys import SampleKey
 from vitdet.data.mixing import mixup, mosaic
 from vitdet.data.records import DetectionSet
 from vitdet.data.transforms import Sample, Transform, check_probabilities
 from vitdet.errors import UserError
-
-
-class SampleKey(NamedTuple):
-    """What the sampler asks for. It carries the epoch because persistent workers never see the loader's own.
-
-    Attributes:
-        index: position in the data set.
-        epoch: the epoch, part of the sample's randomness.
-        size: (height, width) of the wanted image.
-        strong: whether mosaic, mixup, zoom-out, IoU crop and photometric distortion are on.
-    """
-
-    index: int  # type: ignore[assignment]  # hides tuple.index, which no key needs
-    epoch: int
-    size: tuple[int, int]
-    strong: bool
 
 
 class DetectionDataset(Dataset):
@@ -60,17 +46,11 @@ class DetectionDataset(Dataset):
         self.mosaic = mosaic
         self.mixup = mixup
         self.seed = seed
-        self.cache_bytes = cache_bytes if cache else 0
-        self._cached_bytes = 0
-        self._cache: dict[int, np.ndarray] = {}
+        self.images = ImageCache(self._decode, length=len(data), limit=cache_bytes if cache else 0)
         self._targets = [record.training_targets() for record in data.records]
 
     def __len__(self) -> int:
         return len(self.data.records)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a spawned worker gets: everything but the decoded images."""
-        return {**self.__dict__, "_cache": {}, "_cached_bytes": 0}
 
     def __getitem__(self, key: SampleKey) -> tuple[np.ndarray, dict[str, Any]]:
         """One sample.
@@ -82,8 +62,8 @@ class DetectionDataset(Dataset):
         Raises:
             UserError: the image cannot be decoded, or has another size than its annotation says.
         """
-        index, epoch, size, strong = key
-        rng = np.random.default_rng([self.seed, epoch, index])
+        index, size, strong = key.index, key.size, key.strong
+        rng = key.generator(self.seed)
         composed = strong and rng.random() < self.mosaic
         sample = self._mosaic(index, size, rng) if composed else self.load(index)
         image, boxes, labels = self.transform(*sample, size=size, rng=rng, strong=strong, composed=composed)
@@ -98,30 +78,15 @@ class DetectionDataset(Dataset):
     def load(self, index: int) -> Sample:
         """One image as it is on disk with its training targets; do not write to them, they may be shared."""
         boxes, labels = self._targets[index]
-        return self._image(index), boxes, labels
-
-    def fill_cache(self) -> None:
-        """Decode into the cache as many images as it may hold; forked workers then share them."""
-        for index in range(len(self)):
-            if self._cached_bytes >= self.cache_bytes:
-                return
-            self._image(index)
-
-    def share_cache_bound(self, workers: int) -> None:
-        """Called in each of ``workers`` processes: where they inherited no filled cache, each may fill its part."""
-        if not self._cache:
-            self.cache_bytes //= workers
+        return self.images[index], boxes, labels
 
     def _mosaic(self, index: int, size: tuple[int, int], rng: np.random.Generator) -> Sample:
         """A mosaic of this image and three random ones, in random order."""
         chosen = np.array([index, *rng.integers(len(self), size=3)])
         return mosaic([self.load(int(i)) for i in rng.permutation(chosen)], size=size, rng=rng)
 
-    def _image(self, index: int) -> np.ndarray:
-        """The decoded image, from the cache if it is there."""
-        image = self._cache.get(index)
-        if image is not None:
-            return image
+    def _decode(self, index: int) -> np.ndarray:
+        """The image of a record, which must have the size that its annotation says."""
         record = self.data.records[index]
         image = decode_image(record.path)
         height, width = image.shape[:2]
@@ -130,7 +95,4 @@ class DetectionDataset(Dataset):
                 f"image {record.path} is {width} x {height} pixels (upright) but its annotation says "
                 f"{record.size[1]} x {record.size[0]}: correct the annotation, or its boxes will not fit"
             )
-        if self._cached_bytes + image.nbytes <= self.cache_bytes:
-            self._cache[index] = image
-            self._cached_bytes += image.nbytes
         return image

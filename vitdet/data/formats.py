@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from vitdet.data import coco, voc
-from vitdet.data.records import DetectionSet
+from vitdet.data.imagefolder import count_classes, image_folder_splits, read_image_folder
+from vitdet.data.records import ClassificationSet, DetectionSet, split_aliases
 from vitdet.errors import UserError
+from vitdet.structures import ClassMap
 
 _COCO_NAMES = ("instances.json", "_annotations.coco.json", "annotations.json")
-_ALIASES = {"val": ("val", "valid", "validation"), "train": ("train", "training")}
 _KNOWN = (
     "COCO JSON (annotations/instances_SPLIT.json, or SPLIT/ with a JSON file) "
     "or Pascal VOC (Annotations/, JPEGImages/, ImageSets/Main/SPLIT.txt)"
@@ -27,20 +28,58 @@ def read_detection_set(root: str | Path, split: str) -> DetectionSet:
         UserError: nothing there, nothing recognised, no such split, or annotations that cannot be right.
     """
     root = Path(root)
-    if not root.exists():
-        raise UserError(f"the data set folder {root} does not exist: check data.root")
+    _check_exists(root)
     if root.is_file():
         return _read_coco_file(root, root=root.parent, split=split)
     if split.endswith(".json"):
         if not (root / split).is_file():
             raise UserError(f"the annotation file {root / split} does not exist: check the split")
         return _read_coco_file(root / split, root=root, split=Path(split).stem)
-    if (root / "Annotations").is_dir() and (root / "ImageSets" / "Main").is_dir():
+    if _is_voc(root):
         return voc.read_voc(root, split)
     splits = coco_splits(root)
+    if not splits and image_folder_splits(root):
+        raise UserError(
+            f"{root} is an image folder, one folder a class: a classifier trains on it, a detector needs boxes"
+        )
     if not splits:
         raise UserError(f"no data set is recognised in {root}: it needs {_KNOWN}")
     return _read_coco_file(_choose(splits, split, root), root=root, split=split)
+
+
+def read_classification_set(root: str | Path, split: str, *, class_map: ClassMap | None = None) -> ClassificationSet:
+    """Read one split of an image folder, see :func:`vitdet.data.imagefolder.read_image_folder`.
+
+    Raises:
+        UserError: nothing there, a data set for detection, or folders that cannot be right.
+    """
+    root = Path(root)
+    _check_exists(root)
+    kind = _detection_kind(root, split)
+    if kind:
+        raise UserError(f"{root} is a {kind} data set for detection: train a detector on it, or give an image folder")
+    return read_image_folder(root, split, class_map=class_map)
+
+
+def _check_exists(root: Path) -> None:
+    """Raise unless there is something at ``root``."""
+    if not root.exists():
+        raise UserError(f"the data set folder {root} does not exist: check data.root")
+
+
+def _is_voc(root: Path) -> bool:
+    return (root / "Annotations").is_dir() and (root / "ImageSets" / "Main").is_dir()
+
+
+def _detection_kind(root: Path, split: str) -> str | None:
+    """The detection format of a data set, if it is one; class folders count for more than a JSON file among them."""
+    if root.is_file():
+        return "COCO JSON" if root.suffix == ".json" else "single-file"
+    if _is_voc(root):
+        return "Pascal VOC"
+    if (root / "data.yaml").is_file():
+        return "YOLO"
+    return "COCO JSON" if coco_splits(root) and count_classes(root, split) < 2 else None
 
 
 def coco_splits(root: Path) -> dict[str, Path]:
@@ -78,7 +117,7 @@ def _annotation_file(folder: Path) -> Path | None:
 
 def _choose(splits: dict[str, Path], split: str, root: Path) -> Path:
     """The file of ``split``: the exact name, a customary other one, or the name with a year (``train2017``)."""
-    names = _ALIASES.get(split, (split,))
+    names = split_aliases(split)
     for name in names:
         if name in splits:
             return splits[name]
@@ -93,7 +132,7 @@ def _choose(splits: dict[str, Path], split: str, root: Path) -> Path:
 
 def _read_coco_file(path: Path, *, root: Path, split: str) -> DetectionSet:
     """Read a file whose images lie in one of the customary places around it."""
-    names = dict.fromkeys([path.stem.removeprefix("instances_"), *_ALIASES.get(split, (split,))])
+    names = dict.fromkeys([path.stem.removeprefix("instances_"), *split_aliases(split)])
     folders = [path.parent / "images", path.parent]
     bases = dict.fromkeys([path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent])
     for base in bases:

@@ -6,7 +6,7 @@ Everything is a function of (seed, epoch, batch number), so that a resumed run c
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cv2
@@ -15,9 +15,13 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from vitdet import boxes as box_ops
-from vitdet.data.detection import DetectionDataset, SampleKey
+from vitdet.data.classification import ClassificationDataset
+from vitdet.data.detection import DetectionDataset
+from vitdet.data.keys import SampleKey
 from vitdet.errors import UserError
-from vitdet.structures import Targets
+from vitdet.structures import ImageTargets, Targets
+
+Collate = Callable[[list[tuple[np.ndarray, dict[str, Any]]]], dict[str, Any]]
 
 
 class EpochBatchSampler:
@@ -35,6 +39,8 @@ class EpochBatchSampler:
         strong_until: the epoch from which strong augmentation is off; None for never.
         rank, world_size: this process among those that share the epoch.
         start_batch: first batch to yield; see :meth:`set_start`.
+        repeats: how many differently augmented copies of an image follow one another (repeated augmentation, arXiv
+            1902.05509). The epoch keeps its length, and so shows ``length / repeats`` of the images.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class EpochBatchSampler:
         rank: int = 0,
         world_size: int = 1,
         start_batch: int = 0,
+        repeats: int = 1,
     ) -> None:
         if length < 1 or batch_size < 1:
             raise ValueError(f"length and batch_size must be at least 1, got {length} and {batch_size}")
@@ -58,6 +65,8 @@ class EpochBatchSampler:
             raise ValueError("sizes must hold at least one (height, width)")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0…{world_size - 1}, got {rank}")
+        if repeats < 1 or (repeats > 1 and not shuffle):
+            raise ValueError(f"repeats must be at least 1, and 1 without shuffle, got {repeats}")
         self.length = length
         self.batch_size = batch_size
         self.seed = seed
@@ -69,6 +78,7 @@ class EpochBatchSampler:
         self.rank = rank
         self.world_size = world_size
         self.start_batch = start_batch
+        self.repeats = repeats
 
     @property
     def batches_per_epoch(self) -> int:
@@ -95,16 +105,21 @@ class EpochBatchSampler:
         order = np.arange(self.length)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        # The copies of an image stand side by side, so that they fall into one batch, dealt out to the ranks.
+        order = np.repeat(order, self.repeats)[: self.length]
+        copies = np.arange(self.length) % self.repeats
         group = self.batch_size * self.world_size
         if self.drop_last and self.length < group:
             # Every rank gets the same number of samples, or gradients would wait for a batch that never comes.
-            order = np.resize(order, -(-self.length // self.world_size) * self.world_size)
+            filled = -(-self.length // self.world_size) * self.world_size
+            order, copies = np.resize(order, filled), np.resize(copies, filled)
         epoch = self.epoch
         strong = self.strong_until is None or epoch < self.strong_until
         for batch in range(self.start_batch, self.batches_per_epoch):
             size = self.size_of(batch, epoch)
-            indices = order[batch * group : (batch + 1) * group][self.rank :: self.world_size]
-            yield [SampleKey(int(index), epoch, size, strong) for index in indices]
+            own = slice(batch * group + self.rank, (batch + 1) * group, self.world_size)
+            pairs = zip(order[own].tolist(), copies[own].tolist(), strict=True)
+            yield [SampleKey(index, epoch, size, strong, copy) for index, copy in pairs]
 
     def size_of(self, batch: int, epoch: int) -> tuple[int, int]:
         """The (height, width) of a batch."""
@@ -114,29 +129,48 @@ class EpochBatchSampler:
 
 
 def collate(samples: list[tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
-    """Samples of one size to a batch.
+    """Detection samples of one size to a batch.
 
     Returns:
         ``images`` (B, 3, h, w) uint8 RGB, ``targets`` (:class:`Targets`, ``cxcywh`` in [0, 1]), ``image_ids`` (a list),
         ``orig_sizes`` (B, 2) int64 (height, width).
     """
     height, width = samples[0][0].shape[:2]
-    images = torch.empty(len(samples), 3, height, width, dtype=torch.uint8)
     scale = torch.tensor([width, height, width, height], dtype=torch.float32)
-    boxes, labels = [], []
-    for planes, (image, target) in zip(images.numpy(), samples, strict=True):
-        if image.shape[:2] != (height, width):
-            raise ValueError(f"images of a batch must have one size, got {(height, width)} and {image.shape[:2]}")
-        for channel in range(3):  # a strided copy through numpy or torch is ten times slower
-            cv2.extractChannel(image, channel, planes[channel])
-        boxes.append(box_ops.xyxy_to_cxcywh(torch.from_numpy(target["boxes"]) / scale))
-        labels.append(torch.from_numpy(target["labels"]))
+    boxes = [box_ops.xyxy_to_cxcywh(torch.from_numpy(target["boxes"]) / scale) for _, target in samples]
     return {
-        "images": images,
-        "targets": Targets.from_lists(boxes, labels),
+        "images": _stack([image for image, _ in samples]),
+        "targets": Targets.from_lists(boxes, [torch.from_numpy(target["labels"]) for _, target in samples]),
         "image_ids": [target["image_id"] for _, target in samples],
         "orig_sizes": torch.tensor([target["orig_size"] for _, target in samples], dtype=torch.int64),
     }
+
+
+def collate_images(samples: list[tuple[np.ndarray, dict[str, Any]]], *, num_classes: int) -> dict[str, Any]:
+    """Classification samples of one size to a batch.
+
+    Returns:
+        ``images`` (B, 3, h, w) uint8 RGB, ``targets`` (:class:`ImageTargets`, one-hot), ``labels`` (B,) int64,
+        ``indices`` (a list): positions in the data set.
+    """
+    labels = torch.tensor([target["label"] for _, target in samples], dtype=torch.int64)
+    return {
+        "images": _stack([image for image, _ in samples]),
+        "targets": ImageTargets.from_labels(labels, num_classes),
+        "labels": labels,
+        "indices": [target["index"] for _, target in samples],
+    }
+
+
+def _stack(images: list[np.ndarray]) -> torch.Tensor:
+    """B images (h, w, 3) uint8 of one size as (B, 3, h, w)."""
+    height, width = images[0].shape[:2]
+    batch = torch.empty(len(images), 3, height, width, dtype=torch.uint8)
+    for planes, image in zip(batch.numpy(), images, strict=True):
+        if image.shape[:2] != (height, width):
+            raise ValueError(f"images of a batch must have one size, got {(height, width)} and {image.shape[:2]}")
+        cv2.split(image, list(planes))  # writes in place; a strided copy by numpy or torch is twenty times slower
+    return batch
 
 
 class Loader:
@@ -160,15 +194,21 @@ class Loader:
 
 
 def make_loader(
-    dataset: DetectionDataset, *, batch_sampler: EpochBatchSampler, workers: int, pin_memory: bool = False
+    dataset: DetectionDataset | ClassificationDataset,
+    *,
+    batch_sampler: EpochBatchSampler,
+    workers: int,
+    pin_memory: bool = False,
+    collate: Collate = collate,
 ) -> Loader:
     """The loader of a data set; ``workers`` processes, which live as long as it does, or 0 for none.
 
     A cache is filled first where workers are forked, so that they share it; other workers fill their own part of it.
+    ``collate`` makes a batch of the samples: for classification, a ``functools.partial`` of :func:`collate_images`.
     """
     cv2.setNumThreads(0)  # its own pool of threads would compete with torch's; the work here is too small for it
     if workers and multiprocessing.get_start_method() == "fork":
-        dataset.fill_cache()
+        dataset.images.fill()
     loader: DataLoader = DataLoader(
         dataset,
         batch_sampler=batch_sampler,
@@ -190,5 +230,5 @@ def _start_worker(worker: int) -> None:
     cv2.setNumThreads(0)  # a spawned worker has not seen the call above
     torch.set_num_threads(1)
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, DetectionDataset):
-        info.dataset.share_cache_bound(info.num_workers)
+    if info is not None and isinstance(info.dataset, DetectionDataset | ClassificationDataset):
+        info.dataset.images.share_limit(info.num_workers)

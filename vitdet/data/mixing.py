@@ -1,11 +1,20 @@
-"""Augmentations that make one training image of several: mosaic (arXiv 2004.10934) and mixup (arXiv 1710.09412)."""
+"""Augmentations that make one training image of several.
+
+Mosaic (arXiv 2004.10934) and mixup (arXiv 1710.09412) for detection, sample by sample in the workers; mixup and cutmix
+(arXiv 1905.04899) for classification, a batch at a time on the device.
+"""
 
 from __future__ import annotations
 
+import math
+
 import cv2
 import numpy as np
+import torch
+from torch import Tensor
 
-from vitdet.data.transforms import Sample, Window, render
+from vitdet.data.transforms import Sample, Window, check_probabilities, render
+from vitdet.structures import ImageTargets
 
 MIN_VISIBLE = 0.25  # a box that keeps less of its area is dropped: what is left is seldom recognisable
 MIN_SIDE = 2.0  # pixels
@@ -53,6 +62,76 @@ def mixup(first: Sample, second: Sample, rng: np.random.Generator) -> Sample:
     weight = float(rng.beta(8.0, 8.0))
     image = cv2.addWeighted(first[0], weight, second[0], 1.0 - weight, 0.0)
     return image, np.concatenate([first[1], second[1]]), np.concatenate([first[2], second[2]])
+
+
+class BatchMixer:
+    """Mixup and cutmix of a batch with itself in reverse order, one weight for the whole batch, as in DeiT's recipe.
+
+    The randomness is torch's global generator on the CPU; nothing waits for the device.
+
+    Args:
+        mixup, cutmix: alpha of Beta(alpha, alpha), from which the weight of an image against its partner is drawn; 0
+            turns the one off.
+        switch: probability of cutmix where both are on.
+        probability: of mixing a batch at all.
+    """
+
+    def __init__(
+        self, *, mixup: float = 0.0, cutmix: float = 0.0, switch: float = 0.5, probability: float = 1.0
+    ) -> None:
+        check_probabilities(switch=switch, probability=probability)
+        if mixup < 0 or cutmix < 0:
+            raise ValueError(f"mixup and cutmix are the alphas of beta distributions, >= 0, got {mixup} and {cutmix}")
+        self.mixup = mixup
+        self.cutmix = cutmix
+        self.switch = switch
+        self.probability = probability
+
+    def __call__(self, images: Tensor, targets: ImageTargets) -> tuple[Tensor, ImageTargets]:
+        """Mix a batch.
+
+        Args:
+            images: (B, 3, h, w) float, normalised; it is written to.
+            targets: without a teacher's classes, which are those of the mixed images.
+
+        Returns:
+            The images, same memory, and the new targets: each row the partners' rows weighted by their pixels.
+        """
+        if targets.teacher is not None:
+            raise ValueError("mix the batch before the teacher sees it: its classes must be those of the mixed images")
+        if not (self.mixup or self.cutmix) or _uniform() >= self.probability:
+            return images, targets
+        use_cutmix = self.cutmix > 0 and (not self.mixup or _uniform() < self.switch)
+        alpha = self.cutmix if use_cutmix else self.mixup
+        share = float(torch.distributions.Beta(alpha, alpha).sample())  # of the image itself
+        if use_cutmix:
+            top, bottom, left, right = _cut(images.shape[-2:], share)
+            box = images[:, :, top:bottom, left:right]
+            box.copy_(box.flip(0))
+            share = 1.0 - (bottom - top) * (right - left) / (images.shape[-2] * images.shape[-1])
+        else:
+            images.lerp_(images.flip(0), 1.0 - share)
+        rows = targets.probabilities
+        return images, ImageTargets(rows.lerp(rows.flip(0), 1.0 - share))
+
+
+def _uniform() -> float:
+    """A random number in [0, 1) from torch's global generator on the CPU."""
+    return float(torch.rand(()))
+
+
+def _cut(size: tuple[int, int] | torch.Size, share: float) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right of a box around a random pixel, of the image's proportions, ``1 - share`` of its area.
+
+    What lies outside the image is lost, so the box may be smaller.
+    """
+    spans: list[int] = []
+    for length in size:
+        side = int(length * math.sqrt(1.0 - share))
+        centre = int(_uniform() * length)
+        spans += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, length)]
+    top, bottom, left, right = spans
+    return top, bottom, left, right
 
 
 def _window(

@@ -94,6 +94,37 @@ class DetectionSet:
         return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 
 
+@dataclass(frozen=True, eq=False)
+class ClassificationSet:
+    """One split of a data set whose images each show one class.
+
+    Attributes:
+        name: the recognised format, ``"image folder"``.
+        root: the folder it was read from.
+        split: the name of the split.
+        class_map: ids, labels and names.
+        paths: the N image files, in the order of the classes.
+        labels: (N,) int64, contiguous labels of the class map.
+        notes: one-line warnings.
+    """
+
+    name: str
+    root: Path
+    split: str
+    class_map: ClassMap
+    paths: list[Path]
+    labels: np.ndarray
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def split_aliases(split: str) -> tuple[str, ...]:
+    """The names under which people keep a split, its own first."""
+    return {"val": ("val", "valid", "validation"), "train": ("train", "training")}.get(split, (split,))
+
+
 def training_notes(records: list[ImageRecord]) -> list[str]:
     """One line for each kind of annotation that training changes: boxes without area, boxes beyond the image."""
     empty: list[str] = []

@@ -9,6 +9,7 @@ Source: RT-DETR (arXiv 2304.08069), its training recipe; SSD (arXiv 1512.02325, 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import cv2
 import numpy as np
 import torch
+
+from vitdet.structures import Preprocessing
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]  # image (h, w, 3) uint8, boxes (T, 4) float32, labels (T,) int64
 Window = tuple[int, int, int, int]  # x0, y0, x1, y1 in the image's pixels; may reach beyond the image
@@ -163,24 +166,76 @@ def check_probabilities(**probabilities: float) -> None:
             raise ValueError(f"{name} is a probability, got {value}")
 
 
-def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Stretch to ``size`` (height, width): bilinear, with antialiasing where it shrinks.
+def resize(image: np.ndarray, size: tuple[int, int], *, interpolation: str = "bilinear") -> np.ndarray:
+    """Stretch to ``size`` (height, width), with antialiasing where it shrinks.
 
-    Equal to Pillow's ``Image.resize(..., BILINEAR)``, with which the published models were trained, to one gray level.
-    Of what holds that, torch's kernel is the fastest (640 x 480 to 320 x 256: 0.5 ms, Pillow 1.7 ms); OpenCV's linear
-    mode has no antialiasing, its area mode is another filter.
+    Equal to Pillow's ``Image.resize``, with which the published models were trained, to one gray level. Of what holds
+    that, torch's kernel is the fastest (640 x 480 to 320 x 256, bilinear: 0.5 ms, Pillow 1.7 ms; 500 x 375 to
+    224 x 224, bicubic: 0.5 and 1.6 ms); OpenCV's linear and cubic modes have no antialiasing, its area mode is another
+    filter. Rows are done before columns, as in all of Pillow up to its newest, which turns that round where the height
+    shrinks and the width grows: there bicubic overshoots are clipped at different times, and may differ by more.
 
     Args:
         image: (h, w, 3) uint8.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
 
     Returns:
         (height, width, 3) uint8, contiguous; the input itself where it already has the size.
     """
     if image.shape[:2] == tuple(size):
         return image
-    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]  # (1, 3, h, w), channels last
-    planes = torch.nn.functional.interpolate(planes, size=tuple(size), mode="bilinear", antialias=True)[0]
+    pixels = np.ascontiguousarray(image)
+    if not pixels.flags.writeable:
+        pixels = pixels.copy()  # torch warns of memory that it must not write to
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (1, 3, h, w), channels last
+    planes = torch.nn.functional.interpolate(planes, size=tuple(size), mode=interpolation, antialias=True)[0]
     return cv2.merge(list(planes.contiguous().numpy()))
+
+
+def to_input(image: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
+    """An image (h, w, 3) uint8 with the geometry that a model takes: (height, width, 3) uint8, contiguous."""
+    size, crop, interpolation = preprocessing.size, preprocessing.crop, preprocessing.interpolation
+    if crop is None:
+        return resize(image, size, interpolation=interpolation)
+    return centre_crop(image, size, share=crop, interpolation=interpolation)
+
+
+def centre_crop(image: np.ndarray, size: tuple[int, int], *, share: float, interpolation: str) -> np.ndarray:
+    """Resize until the image just covers ``size / share``, its proportions kept, and cut out the middle ``size``.
+
+    The roundings are those of torchvision's ``Resize`` and ``CenterCrop``, and of timm's evaluation for square sizes:
+    equal to both, on Pillow images, to one gray level.
+
+    Args:
+        image: (h, w, 3) uint8, of any size.
+        size: (height, width) of the result.
+        share: in (0, 1], the share of the resized image's shorter side that is kept.
+        interpolation: ``"bilinear"`` or ``"bicubic"``.
+    """
+    image = _middle(image, size)
+    height, width = image.shape[:2]
+    # 224 / (224 / 256) is a hair below 256.
+    cover_h, cover_w = (math.floor(side / share + 1e-6) for side in size)
+    if cover_h * width >= cover_w * height:
+        new_h, new_w = cover_h, max(int(cover_h * width / height), cover_w)
+    else:
+        new_h, new_w = max(int(cover_w * height / width), cover_h), cover_w
+    image = resize(image, (new_h, new_w), interpolation=interpolation)
+    top, left = round((new_h - size[0]) / 2), round((new_w - size[1]) / 2)
+    return np.ascontiguousarray(image[top : top + size[0], left : left + size[1]])
+
+
+def _middle(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The middle of a very long image, so that resizing does not take memory for thousands of times what is kept.
+
+    It keeps 32 times the proportions of the result. An even number of pixels goes, so that the centre stays.
+    """
+    height, width = image.shape[:2]
+    spare_h = (height - max(-(-32 * width * size[0] // size[1]), 1)) // 2
+    spare_w = (width - max(-(-32 * height * size[1] // size[0]), 1)) // 2
+    if spare_h > 0:
+        return image[spare_h : height - spare_h]
+    return image[:, spare_w : width - spare_w] if spare_w > 0 else image
 
 
 def render(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vitdet.errors import UserError
@@ -57,23 +57,26 @@ def save_weights(path: Path, model: nn.Module, metadata: ModelMetadata) -> None:
     write_atomically(path, lambda temporary: save_file(state, temporary, metadata=header))
 
 
-def read_weights(path: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
-    """Read a file of :func:`save_weights`."""
+def read_metadata(path: Path) -> ModelMetadata | None:
+    """What a file of :func:`save_weights` says about itself; None for a safetensors file of another program."""
     if not path.is_file():
         raise UserError(f"there is no weights file {path}; check the path")
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(HEADER_KEY)
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        if header is None:
-            raise UserError(f"{path} is a safetensors file of another program; pass a file written by vitdet train")
-        return ModelMetadata.from_dict(json.loads(header)), state
-    except UserError:
-        raise
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return None if header is None else ModelMetadata.from_dict(json.loads(header))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path} is not a readable weights file ({_first_line(error)}); pass a .safetensors written by vitdet train"
         ) from error
+
+
+def read_weights(path: Path) -> tuple[ModelMetadata, dict[str, Tensor]]:
+    """Read a file of :func:`save_weights`."""
+    metadata = read_metadata(path)
+    if metadata is None:
+        raise UserError(f"{path} is a safetensors file of another program; pass a file written by vitdet train")
+    return metadata, load_file(path)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -86,13 +87,12 @@ class RunLog:
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         panels = figure.subplots(1, 3)
         epochs = [row["epoch"] for row in rows]
-        parts = ("total", "vfl", "box", "giou")
-        for part in parts:
-            panels[0].plot(epochs, [row["loss"][part] for row in rows], label=part)
+        for part in rows[-1]["loss"]:
+            panels[0].plot(epochs, [row["loss"].get(part, math.nan) for row in rows], label=part)
         panels[0].set(title="training loss", xlabel="epoch", yscale="log")
         panels[0].legend()
         scored = [row for row in rows if row.get("metrics")]
-        for name in dict.fromkeys((metric, "AP50", "AP75")):
+        for name in dict.fromkeys((metric, "AP50", "AP75", "top5")):
             points = [(row["epoch"], row["metrics"][name]) for row in scored if name in row["metrics"]]
             if points:
                 panels[1].plot(*zip(*points, strict=True), marker=".", label=name)

@@ -7,7 +7,9 @@ step whose gradient is not finite is skipped by the optimizer's own kernel.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +35,21 @@ class EpochSampler(Protocol):
         """Draw the batches of this epoch from now on."""
 
 
+def groups_of(batches: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """Batches in lists of ``size``, the last one of what is left."""
+    rest = iter(batches)
+    while group := list(islice(rest, size)):
+        yield group
+
+
 class Trainer:
-    """Trains a detector.
+    """Trains a model.
 
     Args:
-        model: called as ``model(images, targets)``.
+        model: the model, or its wrapper of distributed training.
+        forward: called as ``forward(model, images, targets)``, gives what the criterion takes.
+        prepare: called as ``prepare(images, targets)`` on normalised images, gives both as the model shall see them
+            (mixup, a teacher's labels); None for nothing.
         criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``.
         optimizer: fused. rate: optimizer step -> multiplier of every group's learning rate.
         loader: batches with ``images`` (uint8) and ``targets``. sampler: the loader's.
@@ -45,19 +57,24 @@ class Trainer:
         evaluate: model -> metrics, or None. metric: the one that says which weights are best.
         metadata: for the weights files; its preprocessing normalises the images.
         epochs: length of the run. evaluate_every: epochs between evaluations; the last one always is.
+        accumulate: batches whose gradients are averaged into one step.
+        frozen: parts of the model that stay in evaluation mode.
         clip_norm: largest gradient norm, 0 for none. autocast: dtype, or None for float32.
         output: the run's folder, made when the first epoch is over. config: plain values, kept with the run.
         seed: with the step and the process, of all that is drawn in a step.
     """
 
     def __init__(
-        self, *, model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer,
+        self, *, model: nn.Module, forward: Callable[[nn.Module, Tensor, Any], Any],
+        prepare: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None, criterion: nn.Module,
+        optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float], loader: Iterable, sampler: EpochSampler, ema: ExponentialMovingAverage | None,
         evaluate: Callable[[nn.Module], dict[str, Any]] | None, metric: str, metadata: ModelMetadata, epochs: int,
         evaluate_every: int, clip_norm: float, autocast: torch.dtype | None, device: torch.device, output: Path,
-        config: dict[str, Any], seed: int,
+        config: dict[str, Any], seed: int, accumulate: int = 1, frozen: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
         self.model, self.criterion, self.optimizer, self.rate = model, criterion, optimizer, rate
+        self.forward, self.prepare, self.accumulate, self.frozen = forward, prepare, accumulate, frozen
         self.loader, self.sampler, self.ema = loader, sampler, ema
         self.evaluate, self.metric, self.metadata = evaluate, metric, metadata
         self.epochs, self.evaluate_every, self.clip_norm = epochs, evaluate_every, clip_norm
@@ -104,22 +121,25 @@ class Trainer:
         """One pass over the loader; returns the mean losses of finite steps, summed over predictions by term."""
         self.sampler.set_epoch(self.epoch)
         self.model.train()
+        for part in self.frozen:
+            part.eval()
         start, count, names = time.monotonic(), 0, list[str]()
         skipped = self.skipped.clone()
         sums, finite_steps = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         title = f"epoch {self.epoch + 1}/{self.epochs}"
-        for batch in progress(self.loader, total=len(self.sampler), title=title, show=self.main):
-            losses = self.train_step(batch)
+        batches = progress(self.loader, total=len(self.sampler), title=title, show=self.main)
+        for group in groups_of(batches, self.accumulate):
+            losses = self.train_step(group)
             count, names = count + 1, list(losses)
-            finite = losses["total"].detach().isfinite()
+            finite = losses["total"].isfinite()
             finite_steps += finite
-            sums = sums + torch.where(finite, torch.stack([value.detach() for value in losses.values()]), 0.0)
+            sums = sums + torch.where(finite, torch.stack(list(losses.values())), 0.0)
         self.epoch += 1
         self.seconds += time.monotonic() - start
         if int(self.skipped - skipped) >= count:
             raise UserError(
                 f"nothing was learnt in epoch {self.epoch}: the gradients were not finite and all {count} steps were "
-                "skipped; lower optim.lr or check the annotations"
+                "skipped; lower optim.lr or check the data"
             )
         self.check_buffers()
         means = (sums / finite_steps.clamp(min=1)).tolist()
@@ -137,18 +157,16 @@ class Trainer:
                     f"{name} is not finite after epoch {self.epoch}; lower optim.lr or set train.precision=fp32"
                 )
 
-    def train_step(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Forward, loss, backward, clip, step, average."""
+    def train_step(self, batches: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Forward, loss and backward of each batch; then clip, step, average. Returns the mean losses."""
         torch.manual_seed(self.step_seed())
-        images = batch["images"].to(self.device, non_blocking=True)
-        targets = batch["targets"].to(self.device, non_blocking=True)
-        images = self.metadata.preprocessing.normalize(images)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base * self.rate(self.step)
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            output = self.model(images, targets)
-        losses = self.criterion(output, targets)
-        losses["total"].backward()
+        losses: dict[str, Tensor] = {}
+        for batch in batches:
+            last = batch is batches[-1]
+            for name, value in self.backward(batch, share=1 / len(batches), communicate=last).items():
+                losses[name] = losses[name] + value if name in losses else value
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or float("inf"))
         # The fused kernel leaves weights and moments alone where found_inf is 1: no wait for the device.
         broken = (~torch.isfinite(norm)).float()
@@ -161,6 +179,22 @@ class Trainer:
             self.ema.update(self.bare_model)
         return losses
 
+    def backward(self, batch: dict[str, Any], *, share: float, communicate: bool) -> dict[str, Tensor]:
+        """Add the gradient of ``share`` times the loss of one batch; returns that share of the losses."""
+        images = batch["images"].to(self.device, non_blocking=True)
+        targets = batch["targets"].to(self.device, non_blocking=True)
+        images = self.metadata.preprocessing.normalize(images)
+        if self.prepare:
+            images, targets = self.prepare(images, targets)
+        # Gradients of all but the last batch of a step stay on their process.
+        alone = isinstance(self.model, nn.parallel.DistributedDataParallel) and not communicate
+        with self.model.no_sync() if alone else nullcontext():  # type: ignore[operator]
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                output = self.forward(self.model, images, targets)
+            losses = self.criterion(output, targets)
+            (losses["total"] * share).backward()
+        return {name: value.detach() * share for name, value in losses.items()}
+
     def step_seed(self) -> int:
         """Seed of what this step draws on this process: the same after a resume, another on each process."""
         sequence = np.random.SeedSequence([self.seed, self.step, distributed.rank()])
@@ -170,7 +204,9 @@ class Trainer:
         """One line about the epoch."""
         metrics = row.get("metrics", {})
         parts = [f"epoch {row['epoch']}/{self.epochs}", f"loss {row['loss']['total']:.3f}", f"lr {row['lr']:.2e}"]
-        parts += [f"{name} {metrics[name]:.3f}" for name in dict.fromkeys((self.metric, "AP50")) if name in metrics]
+        parts += [
+            f"{name} {metrics[name]:.3f}" for name in dict.fromkeys((self.metric, "AP50", "top5")) if name in metrics
+        ]
         parts += [f"{row['skipped']} steps skipped, their gradients were not finite"] if row["skipped"] else []
         say("  ".join([*parts, f"{self.seconds:.0f} s"]))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitdet.errors import UserError
+from vitdet.structures import ClassMap
 
 
 class _Metric(NamedTuple):
@@ -244,12 +244,11 @@ def _mean(metric: _Metric, precision: np.ndarray, recall: np.ndarray) -> float:
 
 
 def _per_class(categories: Iterable[dict[str, Any]], precision: np.ndarray) -> dict[str, dict[str, float | None]]:
-    categories = list(categories)
-    uses = Counter(category["name"] for category in categories)
+    pairs = [(category["id"], category["name"]) for category in categories]
+    names = ClassMap(tuple(number for number, _ in pairs), tuple(name for _, name in pairs)).distinct_names
     table = precision[..., 0, -1]  # (10, 101, K): all areas, 100 detections
     per_class: dict[str, dict[str, float | None]] = {}
-    for index, category in enumerate(categories):
-        name = category["name"] if uses[category["name"]] == 1 else f"{category['name']} ({category['id']})"
+    for index, name in enumerate(names):
         values = {"AP": _mean_of_measured(table[:, :, index]), "AP50": _mean_of_measured(table[:1, :, index])}
         per_class[name] = {key: None if value == -1 else value for key, value in values.items()}
     return per_class

@@ -6,12 +6,12 @@ Hugging Face's files do not carry the names that their modules have in memory (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from vitdet.errors import UserError
 from vitdet.weights.rules import LoadReport, Rules, convert_state_dict, load_strict
@@ -64,6 +64,20 @@ HUGGINGFACE_RULES: Rules = [
     (r"\.(mlp\.)?fc2\.", ".feed_forward.contract."),
     (r"\.final_layer_norm\.", ".feed_forward_residual.norm."),
 ]
+
+
+def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a Hugging Face RT-DETR under our names, without the counters of batch norms.
+
+    Raises:
+        UserError: the names are of another layout.
+    """
+    if not any(name.startswith(("model.encoder_input_proj.", "encoder_input_proj.")) for name in state):
+        raise UserError(
+            f"the weights are no RT-DETR's by Hugging Face (the first is {next(iter(state), 'missing')!r}); "
+            "name the model that they were made for"
+        )
+    return convert_state_dict(state, HUGGINGFACE_RULES)
 
 
 def load_huggingface(model: nn.Module, source: str | Path, *, allow_reshaped: Sequence[str] = ()) -> LoadReport:

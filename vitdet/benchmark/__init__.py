@@ -1,0 +1,1 @@
+"""Measurements against other libraries that anyone can repeat."""

@@ -1,0 +1,114 @@
+"""What converted weights show about their model by their names and shapes: all numbers but a few.
+
+Not shown are a ViT's heads, the norms' epsilon, the activation, and whether class token or average is classified.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from vitdet.errors import UserError
+
+
+def classifier_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The numbers that converted weights show by their names and shapes, as arguments of a classifier."""
+    vit = "backbone.patch_embedding.project.weight" in state
+    arguments = _vit(state) if vit else _swin(state)
+    features = arguments["width"] if vit else arguments["width"] * 2 ** (len(arguments["depths"]) - 1)
+    if "pool.query" in state:
+        arguments["pooling"] = "attention"
+    head = state.get("head.weight")
+    arguments["representation"] = state["representation.weight"].shape[0] if "representation.weight" in state else None
+    arguments["norm_pooled"] = "norm.weight" in state
+    if head is not None and head.shape[1] == 2 * features and arguments["representation"] is None:
+        arguments["pooling"] = "token_and_average"
+    return {**arguments, "num_classes": 0 if head is None else head.shape[0]}
+
+
+def _vit(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    width, inputs = state["backbone.patch_embedding.project.weight"].shape
+    block = "backbone.encoder.layers.0."
+    patch = math.isqrt(inputs // 3)
+    arguments: dict[str, Any] = {
+        "width": width,
+        "layers": _count(state, r"backbone\.encoder\.layers\.(\d+)\."),
+        "hidden": _shape(state, block + "feed_forward.contract.weight")[1],
+        "patch": patch,
+        "class_token": "backbone.class_token" in state,
+        "distillation_token": "backbone.distillation_token" in state,
+        "registers": state["backbone.registers"].shape[1] if "backbone.registers" in state else 0,
+        "bias": block + "self_attention.out.bias" in state,
+        "final_norm": "backbone.encoder.norm.weight" in state,
+    }
+    scaled = block + "self_attention_residual.scale.factor" in state
+    arguments["layer_scale"] = 1e-5 if scaled else None  # the value they started at is not shown, nor needed
+    if _shape(state, block + "feed_forward.expand.weight")[0] == 2 * arguments["hidden"]:
+        arguments["activation"] = "swiglu"
+    if (table := state.get("backbone.positions.table")) is not None:
+        side = math.isqrt(table.shape[1]) * patch
+        arguments |= {"positions": "learned", "image_size": (side, side)}
+    return arguments
+
+
+def _swin(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    stages = _count(state, r"backbone\.stages\.(\d+)\.")
+    first = "backbone.stages.0.layers.0.self_attention."
+    arguments: dict[str, Any] = {
+        "version": 1 if first + "position_bias.table" in state else 2,
+        "width": _shape(state, "backbone.embed.project.weight")[0],
+        "depths": tuple(_count(state, rf"backbone\.stages\.{i}\.layers\.(\d+)\.") for i in range(stages)),
+    }
+    if arguments["version"] == 1:
+        arguments["window"] = (math.isqrt(_shape(state, first + "position_bias.table")[0]) + 1) // 2
+        arguments["heads"] = tuple(
+            _shape(state, f"backbone.stages.{i}.layers.0.self_attention.position_bias.table")[1] for i in range(stages)
+        )
+    return arguments
+
+
+def _count(state: Mapping[str, Tensor], pattern: str) -> int:
+    """One more than the largest number at a place of the names."""
+    return 1 + max((int(match[1]) for name in state if (match := re.match(pattern, name))), default=-1)
+
+
+def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    if name not in state:
+        raise UserError(f"the weights lack {name!r}; fetch the file again")
+    return tuple(state[name].shape)
+
+
+# Blocks of a ResNet's stages, and convolutions in each block -> the detector on it.
+_RTDETR: dict[tuple[tuple[int, ...], int], str] = {
+    ((2, 2, 2, 2), 2): "rtdetr_r18", ((3, 4, 6, 3), 2): "rtdetr_r34", ((3, 4, 6, 3), 3): "rtdetr_r50",
+    ((3, 4, 23, 3), 3): "rtdetr_r101",
+}  # fmt: skip
+
+
+def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    """The name of the RT-DETR whose converted weights these are, and its arguments.
+
+    Raises:
+        UserError: its backbone is none of the published ones.
+    """
+    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(\d+)\.") for i in range(4))
+    name = _RTDETR.get((depths, _count(state, r"backbone\.stages\.0\.0\.convs\.(\d+)\.")))
+    if name is None:
+        known = ", ".join(_RTDETR.values())
+        raise UserError(f"there is no RT-DETR on a backbone of {list(depths)} blocks here; known: {known}")
+    width = _shape(state, "encoder.project.0.conv.weight")[0]
+    classes, _ = _shape(state, "decoder.score_heads.0.weight")
+    return name, {
+        "num_classes": classes,
+        "encoder_width": width,
+        "encoder_hidden": _shape(state, "encoder.attend.0.feed_forward.expand.weight")[0],
+        "encoder_expansion": _shape(state, "encoder.top_down.0.enter.conv.weight")[0] / width,
+        "encoder_blocks": _count(state, r"encoder\.top_down\.0\.blocks\.(\d+)\."),
+        "width": _shape(state, "memory_project.0.conv.weight")[0],
+        "decoder_hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
+        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+    }
