@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.tiny import write_config, write_set
 from tests.engine.tiny import tiny_values as detector_values
+from tests.engine.tiny import write_config, write_set
 from tests.engine.tiny_images import changed, tiny_values, write_images
-from vitdet.backbones.vit import ViT
 from vitdet.benchmark.timm_side import TimmTraining
-from vitdet.benchmark.training import compare_with_timm, format_table, make_side, timm_arguments
+from vitdet.benchmark.training import compare_with_timm, make_side, timm_arguments
+from vitdet.build.classification import build_eval_loader, read_split
+from vitdet.cli import main
 from vitdet.config import ClassificationRunConfig
 from vitdet.errors import UserError
 from vitdet.weights import vit
@@ -47,7 +49,10 @@ def test_both_sides_run(image_set: Path, tmp_path: Path, capsys: pytest.CaptureF
     )
     del values["data"]["root"]
     config = write_config(tmp_path / "run.yaml", values)
-    figures = compare_with_timm(config, root=str(image_set), minutes=0.008, timm_workers=0)
+    words = ["--data", str(image_set), "--config", str(config), "--minutes", "0.01", "--timm-workers", "0"]
+    assert main(["benchmark", "timm", *words, "optim.lr=0.002", "--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    printed = capsys.readouterr()
     assert list(figures) == ["ours", "timm", "ratio", "torch", "machine"]
     for name in ("ours", "timm"):
         one = figures[name]
@@ -60,11 +65,11 @@ def test_both_sides_run(image_set: Path, tmp_path: Path, capsys: pytest.CaptureF
     rates = [figures[name]["images_per_second"] for name in ("ours", "timm")]
     assert figures["ratio"] == pytest.approx(rates[0] / rates[1])
     assert not (tmp_path / "run").exists(), "a measurement is no run"
-    lines = format_table(figures).splitlines()
+    lines = printed.out.splitlines()
     assert lines[0].split() == ["top-1", "epochs", "minutes", "images/s"]
     assert lines[1].split()[:3] == ["ours", f"{figures['ours']['top1']:.4f}", str(figures["ours"]["epochs"])]
     assert lines[3].endswith(f"{figures['ratio']:.2f}")
-    told = capsys.readouterr().err
+    told = printed.err
     assert f"ours: epoch 1/{figures['ours']['epochs']}, " in told
     assert f"timm: epoch {figures['timm']['epochs']}/{figures['timm']['epochs']}, " in told
 
@@ -132,8 +137,6 @@ def test_what_timm_loads_is_what_we_load(image_set: Path) -> None:
     (images, labels), *rest = theirs._loader("val", 0)
     assert not rest
     assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    from vitdet.build.classification import build_eval_loader, read_split
-
     preprocessing = ours.metadata.preprocessing
     (batch,) = build_eval_loader(read_split(image_set, "val"), preprocessing, batch=12, workers=0, cache=False)
     assert batch["labels"].tolist() == labels.tolist()
@@ -193,4 +196,3 @@ def test_a_model_with_more_is_not_timms(image_set: Path) -> None:
     overrides = {**tiny_values(image_set, image_set)["model"]["overrides"], "distillation_token": True}
     with pytest.raises(UserError, match=r"^vit_tiny_patch16_224 as configured has \d+ parameters, timm's \d+; use a "):
         sides(image_set, model={"overrides": overrides})
-    assert isinstance(create_model("vit_tiny_patch16_224", num_classes=2, layers=1).backbone, ViT)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vitdet.config import RunConfig, find_config, load_config
+from vitdet.config import ClassificationRunConfig, RunConfig, check_config, find_config, load_config
 from vitdet.errors import UserError
 
 VALID: dict[str, Any] = {
@@ -91,9 +91,15 @@ def test_a_number_with_an_exponent_and_no_point(config: Path) -> None:
         ("augment.mosaic=1.5", ["'augment.mosaic'", "less than or equal to 1", "got 1.5"]),
         ("optim.schedule=linear", ["'optim.schedule'", "'constant', 'cosine' or 'flat_cosine'", "'linear'"]),
         ("train.epochs=", ["'train.epochs'", "integer", "got nothing"]),
-        ("data.size=[64, 100]", ["'data.size' must be divisible by 32, got [64, 100]"]),
-        ("data.size=[0, 64]", ["'data.size' must be divisible by 32, got [0, 64]"]),
-        ("data.sizes=[[64, 64], [64, 70]]", ["'data.sizes' must be divisible by 32, got [64, 70]"]),
+        ("data.size=[0, 64]", ["'data.size' must be (height, width) in pixels, got [0, 64]"]),
+        ("data.sizes=[[64, 64], [64, -70]]", ["'data.sizes' must be (height, width) in pixels, got [64, -70]"]),
+        ("data.std=[0.2, 0.0, 0.2]", ["'data.std' must be positive, got [0.2, 0.0, 0.2]"]),
+        ("data.mean=[0.5, 0.5]", ["'data.mean", "missing"]),
+        ("data.crop=0.9", ["unknown key 'data.crop'"]),
+        ("augment.cutmix=0.9", ["unknown key 'augment.cutmix'"]),
+        ("optim.layer_decay=1.1", ["'optim.layer_decay'", "less than or equal to 1", "got 1.1"]),
+        ("optim.layer_decay=0", ["'optim.layer_decay'", "greater than 0", "got 0"]),
+        ("train.accumulate=0", ["'train.accumulate'", "greater than or equal to 1", "got 0"]),
         ("data.size=64", ["'data.size'", "tuple", "got 64"]),
         ("data.size=[64]", ["'data.size", "missing"]),
         ("eval.backend=coco", ["'eval.backend'", "'hotcoco' or 'pycocotools'", "'coco'"]),
@@ -112,6 +118,86 @@ def test_wrong_values_are_named(config: Path, override: str, parts: list[str]) -
     assert "Section" not in text, "names of our classes say nothing to a person"
 
 
+@pytest.fixture
+def classification(tmp_path: Path) -> Path:
+    path = tmp_path / "classes.yaml"
+    values = {"task": "classification", **VALID, "model": {"name": "vit_tiny_patch16_224"}}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_the_task_decides_what_is_read(config: Path, classification: Path) -> None:
+    """A run without a task is a detector's, as before there were others."""
+    assert type(load_config(config)) is RunConfig
+    assert type(load_config(config, ["task=detection"])) is RunConfig
+    run = load_config(classification)
+    assert type(run) is ClassificationRunConfig
+    assert (run.task, run.data.crop, run.data.interpolation) == ("classification", 0.875, "bicubic")
+    augment, loss = run.augment, run.loss
+    assert (augment.scale, augment.ratio, augment.hflip) == ((0.08, 1.0), (3 / 4, 4 / 3), 0.5)
+    assert (augment.mixup, augment.cutmix, augment.erasing, augment.rand_augment_layers, augment.repeats) == (
+        0.0, 0.0, 0.0, 0, 1,
+    )  # fmt: skip
+    assert (loss.kind, loss.label_smoothing, loss.teacher, loss.distillation) == ("softmax", 0.0, None, 0.5)
+    assert (run.train.accumulate, run.train.freeze, run.optim.layer_decay) == (1, [], 1.0)
+    assert (run.data.mean, run.data.std) == (None, None)
+
+
+def test_one_frozen_part_is_a_list_of_one(config: Path, classification: Path) -> None:
+    for path in (config, classification):
+        assert load_config(path, ["train.freeze=backbone"]).train.freeze == ["backbone"]
+        assert load_config(path, ["train.freeze=[a, b]"]).train.freeze == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("augment.mosaic=0.5", ["unknown key 'augment.mosaic'", "known: scale, ratio, hflip"]),
+        ("augment.cutmx=0.5", ["unknown key 'augment.cutmx' (did you mean 'cutmix'?)"]),
+        ("loss.vfl=1", ["unknown key 'loss.vfl'", "known: kind, label_smoothing, teacher, distillation"]),
+        ("eval.backend=hotcoco", ["unknown key 'eval.backend'"]),
+        ("data.cropp=0.9", ["unknown key 'data.cropp' (did you mean 'crop'?)"]),
+        ("data.crop=0", ["'data.crop'", "greater than 0", "got 0"]),
+        ("data.crop=1.1", ["'data.crop'", "less than or equal to 1", "got 1.1"]),
+        ("data.interpolation=nearest", ["'data.interpolation'", "'bilinear' or 'bicubic'", "'nearest'"]),
+        (
+            "augment.scale=[0.5, 2.0]",
+            ["'augment.scale' must be shares of the image's area, at most 1, got [0.5, 2.0]"],
+        ),
+        ("augment.scale=[1.0, 0.5]", ["'augment.scale' must be a range [low, high] of positive numbers, got [1.0,"]),
+        ("augment.scale=[0.0, 0.5]", ["'augment.scale' must be a range", "got [0.0, 0.5]"]),
+        ("augment.ratio=[2.0, 0.5]", ["'augment.ratio' must be a range", "got [2.0, 0.5]"]),
+        ("augment.mixup=-1", ["'augment.mixup'", "greater than or equal to 0", "got -1"]),
+        ("augment.switch=1.5", ["'augment.switch'", "less than or equal to 1", "got 1.5"]),
+        ("augment.rand_augment_magnitude=11", ["'augment.rand_augment_magnitude'", "less than or equal to 10"]),
+        ("augment.repeats=0", ["'augment.repeats'", "greater than or equal to 1", "got 0"]),
+        ("loss.label_smoothing=1", ["'loss.label_smoothing'", "less than 1", "got 1"]),
+        ("loss.distillation=2", ["'loss.distillation'", "less than or equal to 1", "got 2"]),
+        ("loss.kind=hinge", ["'loss.kind'", "'softmax' or 'sigmoid'", "'hinge'"]),
+        ("train.freeze={a: 1}", ["'train.freeze'", "list"]),
+    ],
+)
+def test_wrong_values_of_a_classifier(classification: Path, override: str, parts: list[str]) -> None:
+    text = message(classification, [override])
+    assert text.startswith(f"{classification}: ")
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("classify", "there is no task 'classify'; did you mean 'classification'?"),
+        ("detect", "there is no task 'detect'; did you mean 'detection'?"),
+        ("3", "there is no task 3; known: detection, classification"),
+        ("", "there is no task None; known: detection, classification"),
+        ("[detection]", "there is no task ['detection']; did you mean 'detection'?"),
+    ],
+)
+def test_an_unknown_task(config: Path, task: str, expected: str) -> None:
+    assert message(config, [f"task={task}"]) == expected
+
+
 @pytest.mark.parametrize(
     "key", ["model", "data", "train", "output", "data.root", "data.size", "train.batch", "model.name"]
 )
@@ -128,7 +214,7 @@ def test_what_is_missing_is_named(tmp_path: Path, key: str) -> None:
 
 
 def test_all_problems_are_told_at_once(config: Path) -> None:
-    text = message(config, ["train.epochs=0", "optim.learning_rate=1", "data.size=[1, 1]"])
+    text = message(config, ["train.epochs=0", "optim.learning_rate=1", "data.size=[1, 0]"])
     assert text.count("; ") == 2
     for part in ("'train.epochs'", "'optim.learning_rate'", "'data.size'"):
         assert part in text
@@ -214,3 +300,8 @@ def test_the_configuration_survives_being_written(config: Path) -> None:
     run = load_config(config, ["data.sizes=[[64, 64], [96, 96]]", "train.ema=null"])
     plain = run.model_dump(mode="json")
     assert RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(plain))) == run
+
+
+def test_a_classifiers_configuration_survives_being_written(classification: Path) -> None:
+    run = load_config(classification, ["augment.scale=[0.2, 0.8]", "data.crop=null", "train.freeze=backbone"])
+    assert check_config(yaml.safe_load(yaml.safe_dump(run.model_dump(mode="json")))) == run

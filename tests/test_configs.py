@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitdet.config import load_config
-from vitdet.zoo import create_model, list_models
+from vitdet.config import ClassificationRunConfig, load_config
+from vitdet.zoo import create_model, is_classifier, list_models, size_argument
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*"))
-CLASSES = {"coco": 80, "voc": 20, "bccd": 3, "digits": 10}
+CLASSES = {"coco": 80, "voc": 20, "bccd": 3, "digits": 10, "imagenet": 1000, "imagenette": 10}
+FIGURE = {"detection": r"\bAP(50)?\b[^\n]*\d", "classification": r"\btop-1\b[^\n]* \d\d(\.\d)?\b|\btop-1\b[^\n]* 0\.\d"}
 
 pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 
@@ -29,10 +30,15 @@ def header(path: Path) -> list[str]:
 
 def test_it_loads_and_its_model_builds(path: Path) -> None:
     config = load_config(path)
-    data = path.stem.rpartition("_")[2]
+    classes = CLASSES.get(path.stem.rpartition("_")[2], 4)
+    arguments = {**size_argument(config.model.name, config.data.size), **config.model.overrides}
     with torch.device("meta"):
-        model = create_model(config.model.name, num_classes=CLASSES.get(data, 4), **config.model.overrides)
-    assert sum(parameter.numel() for parameter in model.parameters()) > 1e6
+        model = create_model(config.model.name, num_classes=classes, **arguments)
+        assert sum(parameter.numel() for parameter in model.parameters()) > 1e6
+        assert is_classifier(config.model.name) == isinstance(config, ClassificationRunConfig)
+        if isinstance(config, ClassificationRunConfig):
+            assert model.eval()(torch.empty(2, 3, *config.data.size)).shape == (2, classes)
+    assert all(side % model.stride == 0 for size in (config.data.size, *config.data.sizes) for side in size)
 
 
 def test_it_is_named_by_model_and_data(path: Path) -> None:
@@ -55,7 +61,7 @@ def test_its_header_says_what_it_yields(path: Path) -> None:
     assert re.search(rf"(vitdet train|torchrun .*tools/train\.py) .*{path.stem}", text), "the command"
     assert re.search(r"\b(CPUs?|cores?|GPUs?|H\d00|A100|T4)\b", text), "the hardware"
     assert re.search(r"\d\s*(h|hours?|min|minutes?)\b", text), "the time"
-    assert re.search(r"\bAP(50)?\b[^\n]*\d", text), "the result or expected metric"
+    assert re.search(FIGURE[load_config(path).task], text), "the result or expected metric"
     assert re.search(r"arXiv|https://|[Ss]ource", text), "the source"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine import tiny_images
 from tests.engine.tiny import tiny_values, write_config, write_split
 from vitdet import distributed
 from vitdet.engine.checkpoint import load_training_state, read_weights
@@ -124,6 +125,34 @@ def test_two_processes_resume(tmp_path: Path) -> None:
     assert (state["epoch"], state["step"]) == (2, 4)
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
+
+
+@pytest.mark.slow
+def test_two_processes_classify_like_one(tmp_path: Path) -> None:
+    """The same images in the same steps, so the same losses and, up to rounding, the same weights and metrics."""
+    root = tiny_images.write_images(tmp_path / "set", per_split={"train": 8, "val": 5})  # 15: not the same for both
+    states, shown = {}, {}
+    for processes in (1, 2):
+        values = tiny_images.tiny_values(root, tmp_path / f"out{processes}")
+        values["train"].update(epochs=4, batch=8 // processes, accumulate=2)
+        values["eval"] = {"batch": 2, "every": 2}
+        config = write_config(tmp_path / f"run{processes}.yaml", values)
+        done = launch(ROOT / "tools" / "train.py", config, processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("top-1 accuracy") == 1, "by one process only"
+        states[processes] = load_training_state(tmp_path / f"out{processes}" / "last.pt")
+        lines = (tmp_path / f"out{processes}" / "metrics.jsonl").read_text().splitlines()
+        shown[processes] = [json.loads(line) for line in lines]
+    for one, two in zip(shown[1], shown[2], strict=True):
+        assert one["step"] == two["step"] == 2 * one["epoch"]
+        # The main process tells the loss of its own images.
+        assert two["loss"]["total"] == pytest.approx(one["loss"]["total"], rel=0.3)
+        assert two.get("metrics") == pytest.approx(one.get("metrics"), abs=1e-4)
+    assert states[2]["best_metrics"]["confusion"] == states[1]["best_metrics"]["confusion"]
+    assert shown[2][-1]["metrics"]["images"] == 15
+    assert shown[2][-1]["metrics"]["top1"] > 0.5
+    for name, value in states[1]["model"].items():
+        torch.testing.assert_close(states[2]["model"][name], value, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def words_of(command: str) -> list[str]:
         return words[words.index("-m") + 2 :]
     assert (ROOT / words[position]).is_file(), f"{command}: there is no {words[position]}"
     name = Path(words[position]).stem
-    return [name, *words[position + 1 :]] if name in {"train", "eval", "predict"} else []
+    return [name, *words[position + 1 :]] if name in {"train", "eval", "predict", "benchmark"} else []
 
 
 def check_command(command: str) -> None:
@@ -71,7 +71,7 @@ def check_command(command: str) -> None:
         assert rest[0] in child.commands, f"{command}: there is no command {rest[0]!r}"
         child, rest = child.commands[rest[0]], rest[1:]
     values = child.make_context(name, list(rest), parent=context).params
-    if name == "train" and values["config"] is not None:
+    if values.get("config") is not None:
         check_configuration(command, values["config"], values["overrides"] or [])
 
 
@@ -148,6 +148,11 @@ def test_named_files_exist() -> None:
         "vitdet data mke digits x",
         "torchrun --nproc-per-node 2 tools/trian.py x.yaml",
         "python tools/eval.py best.safetensors --dta x",
+        "vitdet train vit_small_patch14_dinov2_probe train.freeze=head augment.mosaic=1",
+        "vitdet predict best.safetensors a.jpg --out x --atention",
+        "vitdet benchmark tim --data x",
+        "vitdet benchmark timm --data x --config nowhere.yaml",
+        "python tools/benchmark.py timm",
     ],
 )
 def test_a_wrong_command_is_seen(command: str) -> None:
@@ -161,3 +166,5 @@ def test_commands_are_found() -> None:
     assert commands(text) == ["vitdet eval a --data b", "make demo"]
     check_command("torchrun --nproc-per-node 8 tools/train.py configs/rtdetr_nano_bccd.yaml train.epochs=3")
     check_command("vitdet data make digits out --train 10")
+    check_command("vitdet benchmark timm --data imagenette96 --minutes 30")
+    check_command("vitdet eval best.safetensors --data x --confusion y.png")

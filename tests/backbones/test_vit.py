@@ -289,6 +289,22 @@ def test_fresh_values() -> None:
     assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
+@pytest.mark.parametrize("positions", ["learned", "sincos", "rotary", "none"])
+@torch.no_grad()
+def test_precision_of_the_residual_stream(positions: str) -> None:
+    """It is the parameters': float32 under autocast, bfloat16 where they are in bfloat16."""
+    model, images = small(positions=positions, class_token=False), pictures()
+    expected = model.tokens(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = model.tokens(images)
+    assert tokens.dtype == torch.float32
+    torch.testing.assert_close(tokens, expected, atol=0.1, rtol=0.1)
+    entering: list[Tensor] = []
+    model.bfloat16().encoder.layers[0].register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
+    model.tokens(images.bfloat16())
+    assert entering[0].dtype == torch.bfloat16
+
+
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="unknown positions 'alibi'; use one of"):
         small(positions="alibi")

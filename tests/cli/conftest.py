@@ -1,4 +1,4 @@
-"""One trained run of a small model on a tiny data set, shared by the tests of the command line."""
+"""A trained run of a small model of each task on a tiny data set, shared by the tests of the command line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engine import tiny_images
 from tests.engine.tiny import tiny_values, write_config, write_set
 from vitdet.cli import main
 from vitdet.engine.logging import RunLog
@@ -28,14 +30,8 @@ class Run:
     stderr: str
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``vitdet train`` from a YAML, long enough to detect something; not to be written to."""
-    folder = tmp_path_factory.mktemp("run")
-    root = write_set(folder / "set")
-    values = tiny_values(root, folder / "out")
-    values["train"]["epochs"] = 16
-    values["eval"] = {"every": 8}
+def train(folder: Path, root: Path, values: dict[str, Any]) -> Run:
+    """``vitdet train`` from a YAML of these values."""
     config = write_config(folder / "run.yaml", values)
     stdout, stderr = io.StringIO(), io.StringIO()
     draw = RunLog.draw  # a picture takes as long as an epoch here: only the evaluated ones are drawn
@@ -45,8 +41,30 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = main(["train", str(config)])
-    output = folder / "out"
+    output = Path(values["output"])
     return Run(root, config, output, output / "best.safetensors", code, stdout.getvalue(), stderr.getvalue())
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A detector's run, long enough to detect something; not to be written to."""
+    folder = tmp_path_factory.mktemp("run")
+    root = write_set(folder / "set")
+    values = tiny_values(root, folder / "out")
+    values["train"]["epochs"] = 16
+    values["eval"] = {"every": 8}
+    return train(folder, root, values)
+
+
+@pytest.fixture(scope="session")
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A classifier's run, long enough to tell most images apart; not to be written to."""
+    folder = tmp_path_factory.mktemp("image_run")
+    root = tiny_images.write_images(folder / "set")
+    values = tiny_images.tiny_values(root, folder / "out")
+    values["train"]["epochs"] = 12
+    values["eval"] = {"every": 6}
+    return train(folder, root, values)
 
 
 @pytest.fixture

@@ -27,6 +27,14 @@ Spoil = Callable[[Path], None]
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def nothing_at(source: object) -> str:
+    """What is told where a source of weights is nothing of the kind."""
+    formats = ".safetensors, .pth, .pt, .bin, .pkl, .ckpt, .npz"
+    return (
+        f"there is no {str(source)!r}; pass a file ({formats}), a folder with a config.json, or a Hub id (owner/name)"
+    )
+
+
 def spoil_json(change: Callable[[dict], object]) -> Spoil:
     def spoil(root: Path) -> None:
         path = root / "annotations" / "instances_train.json"
@@ -94,8 +102,12 @@ def test_an_error_in_a_worker_is_one_sentence_too(tmp_path: Path, fails: Fails) 
         (["model.name=rtdetr_nanno"], ["there is no model 'rtdetr_nanno'; did you mean 'rtdetr_nano'?"]),
         (["model.overrides.num_querys=5"], ["has no argument 'num_querys'; did you mean 'num_queries'?"]),
         (["model.overrides.width=30"], ["model 'rtdetr_nano' cannot be built with", "'width': 30"]),
+        (["data.size=[64, 100]"], ["data.size [64, 100] must be divisible by 32 for rtdetr_nano; change it"]),
+        (["data.sizes=[[64, 64], [64, 70]]"], ["data.sizes [64, 70] must be divisible by 32 for rtdetr_nano"]),
+        (["optim.layer_decay=0.5"], ["optim.layer_decay cannot be 0.5 for rtdetr_nano: ", "RTDETR has none"]),
+        (["train.freeze=backbon"], ["train.freeze names 'backbon', ", "did you mean 'backbone'?"]),
         (["model.num_classes=5"], ["model.num_classes is 5 but", "has 2 classes"]),
-        (["model.weights=nowhere.safetensors"], ["there is no weights file nowhere.safetensors"]),
+        (["model.weights=nowhere.safetensors"], [nothing_at("nowhere.safetensors")]),
         (["data.train_split=trian"], ["has no split 'trian': its splits are train, val"]),
         (["augment.scale_jitter=[2.0, 0.5]"], ["'augment.scale_jitter'", "[2.0, 0.5]"]),
         (["train.device=gpu"], ["the device 'gpu' cannot be used here; choose 'cpu' or 'auto'"]),
@@ -169,13 +181,16 @@ def test_files_that_are_no_model(run: Run, tmp_path: Path, fails: Fails, command
         command
     ]
     missing = tmp_path / "missing.safetensors"
-    assert fails(command, missing, *rest) == f"there is no weights file {missing}; check the path"
+    assert fails(command, missing, *rest) == nothing_at(missing)
     text = tmp_path / "text.safetensors"
     text.write_text("hello")
     assert fails(command, text, *rest).startswith(f"{text} is not a readable weights file (")
     foreign = tmp_path / "foreign.safetensors"
     save_file({"x": torch.zeros(1)}, foreign)
-    assert fails(command, foreign, *rest).startswith(f"{foreign} is a safetensors file of another program; ")
+    assert fails(command, foreign, *rest) == (
+        f"{foreign} cannot be loaded: its layout is not known (it holds x); "
+        "pass model='timm/NAME' where it is another model of timm's"
+    )
     assert str(tmp_path) in fails(command, tmp_path, *rest)
     assert not out.exists()
 
@@ -189,7 +204,7 @@ def test_models_that_do_not_fit(run: Run, tmp_path: Path, fails: Fails, command:
     unknown = with_header(run, tmp_path / "unknown.safetensors", name="rtdetr_nanoo")
     assert "there is no model 'rtdetr_nanoo'; did you mean 'rtdetr_nano'?" in fails(command, unknown, *rest)
     named = fails(command, "rtdetr_r18", *rest)
-    assert named == "cannot load a model from 'rtdetr_r18'; pass a .safetensors file written by vitdet train"
+    assert named == nothing_at("rtdetr_r18"), "a name alone has no weights"
     assert not out.exists()
 
 
@@ -269,7 +284,7 @@ def test_wrong_words(words: list[str], expected: str, fails: Fails) -> None:
 
 
 def test_debug_shows_the_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no weights file"):
+    with pytest.raises(UserError, match=r"there is no '.*x\.safetensors'"):
         main(["info", str(tmp_path / "x.safetensors"), "--debug"])
 
 
@@ -295,7 +310,19 @@ def test_the_module_starts() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["train", "eval", "predict"])
+def test_the_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\nfrom vitdet.cli import main\n"
+        "for words in ([], ['train'], ['eval'], ['predict'], ['models'], ['info'], ['benchmark', 'timm']):\n"
+        "    assert main([*words, '--help']) == 0\n"
+        "assert not {'torch', 'timm', 'cv2', 'matplotlib'} & set(sys.modules)"
+    )
+    done = start("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: vitdet") == 7
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "predict", "benchmark"])
 def test_the_tools_start(name: str) -> None:
     done = start(f"tools/{name}.py", "--help")
     assert done.returncode == 0, done.stderr
@@ -306,4 +333,4 @@ def test_the_exit_code_reaches_the_shell() -> None:
     done = start("tools/eval.py", "nowhere.safetensors", "--data", "x")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "vitdet: there is no weights file nowhere.safetensors; check the path\n"
+    assert done.stderr == f"vitdet: {nothing_at('nowhere.safetensors')}\n"

@@ -81,6 +81,29 @@ def test_with_every_start_followed_the_best_is_found(penalty: float) -> None:
     assert len(lengths) > 1 or penalty == 3.0
 
 
+def plainly(table: Table, row: int, beams: int, length: int, penalty: float) -> tuple[int, ...]:
+    """Beam search of one sequence over lists, to the full length: nothing is stopped early."""
+    starts: list[tuple[int, ...]] = [()]
+    finished: list[tuple[int, ...]] = []
+    for _ in range(length):
+        longer = [(*start, token) for start in starts for token in range(VOCABULARY)]
+        longer.sort(key=lambda sequence: worth(table, row, sequence, 0.0), reverse=True)
+        finished += [sequence for sequence in longer[:beams] if sequence[-1] == STOP]
+        starts = [sequence for sequence in longer if sequence[-1] != STOP][:beams]
+    return max([*finished, starts[0]], key=lambda sequence: worth(table, row, sequence, penalty))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_equal_to_a_plain_search(beams: int, penalty: float) -> None:
+    length = 5
+    options = {"stop": STOP, "length": length, "padding": PADDING, "length_penalty": penalty}
+    for seed in range(40):  # one by one: in a batch, the last to be done would hide that others stop too early
+        table = Table(1, length, seed)
+        (found,) = beam_search(table, prompt(1), beams=beams, **options).tolist()
+        assert [token for token in found if token != PADDING] == list(plainly(table, 0, beams, length, penalty))
+
+
 def test_more_beams_find_better_sequences() -> None:
     batch, length = 40, 5
     totals = []

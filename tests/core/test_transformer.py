@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitdet.core.attention import Attention
 from vitdet.core.cache import KeyValueCache
+from vitdet.core.decoding import beam_search
 from vitdet.core.positions import sinusoidal_1d
 from vitdet.core.transformer import TokenTransformer, Transformer, base, big
 
@@ -56,7 +57,18 @@ def test_the_papers_sizes() -> None:
         model = base()
     assert model.encoder.layers[0].self_attention.heads == 8
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (6, 6)
+    assert (model.embedding.dropout.p, big(9, width=16, hidden=8).embedding.dropout.p) == (0.1, 0.3)
     assert model.decoder.layers[5].feed_forward.expand.out_features == 2048
+
+
+def test_shared_key_value_heads_save_projections() -> None:
+    """Of 4 heads, 1 key/value head leaves a quarter of both projections, in six attentions (2 encoder, 4 decoder)."""
+    for make, attentions in (
+        (lambda **options: Transformer(VOCABULARY, **PAIR, **options), 6),
+        (lambda **options: TokenTransformer(VOCABULARY, causal=True, layers=2, **SMALL, **options), 2),
+    ):
+        saved = parameters(make()) - parameters(make(kv_heads=1))
+        assert saved == attentions * 2 * (3 / 4) * (16 * 16 + 16)
 
 
 def copy_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
@@ -211,6 +223,36 @@ def test_beams_over_the_cache_are_those_of_the_model() -> None:
     assert probability(model, source, together).sum() >= probability(
         model, source, model.greedy(source, start=START, stop=STOP, length=8)
     ).sum()  # fmt: skip
+
+
+class Anew:
+    """Steps without a cache: everything is computed again for every token."""
+
+    def __init__(self, model: Transformer, source: Tensor) -> None:
+        self.model, self.source, self.said = model, source, source[:, :0]
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        self.said = torch.cat([self.said, tokens], dim=1)
+        return self.model(self.source, self.said)[:, -1]
+
+    def expand(self, copies: int) -> None:
+        self.source, self.said = (part.repeat_interleave(copies, dim=0) for part in (self.source, self.said))
+
+    def reorder(self, rows: Tensor) -> None:
+        self.source, self.said = self.source[rows], self.said[rows]
+
+
+@variants
+@torch.no_grad()
+def test_beams_with_a_cache_are_those_without(options: dict[str, Any]) -> None:
+    model, source = lively(Transformer(VOCABULARY, **PAIR, **options)), tokens(8, 6)
+    source[::2, 3:] = 0
+    for stop in (STOP, -1):  # the latter never comes
+        found = model.beam(source, start=START, stop=stop, length=7, beams=4)
+        steps, prompt = Anew(model, source), torch.full((8, 1), START)
+        expected = beam_search(steps, prompt, beams=4, stop=stop, length=7, padding=0, length_penalty=0.6)
+        assert torch.equal(found, expected)
+    assert len(found.unique(dim=0)) > 1
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "alibi", "none"])

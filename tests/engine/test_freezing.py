@@ -34,7 +34,8 @@ def test_nothing_is_frozen_unasked() -> None:
 
 def test_patterns_and_single_parameters() -> None:
     module = model()
-    assert freeze(module, ["backbone.layers.[01].*", "head.bias"]) == []
+    layers = module["backbone"]["layers"]
+    assert freeze(module, ["backbone.layers.[01].*", "head.bias"]) == [layers[0], layers[1]]
     assert trained(module) == {"backbone.layers.2.weight", "backbone.layers.2.bias", "head.weight"} | {
         "backbone.norm.weight", "backbone.norm.bias",
     }  # fmt: skip

@@ -217,6 +217,7 @@ def test_a_folder_without_description(tmp_path: Path) -> None:
     [
         ({"model_type": "swin", "use_absolute_embeddings": True}, "use_absolute_embeddings and activations other than"),
         ({"model_type": "dinov3_vit", "rope_theta": 10}, "rope_theta 10 is not supported; only 100 is"),
+        ({"model_type": "dinov3_vit", "use_gated_mlp": True, "hidden_act": "gelu"}, "feed-forward with 'gelu' is not"),
         ({"model_type": "vit", "qkv_bias": False}, "attention without biases (qkv_bias) is not supported"),
         (
             {"model_type": "rt_detr", "encoder_attention_heads": 4},
@@ -266,3 +267,9 @@ def test_what_weights_show() -> None:
         pytest.raises(UserError, match=r"no RT-DETR on a backbone of \[1, 1, 2, 1\] blocks"),
     ):
         rtdetr_arguments(create_model("rtdetr_nano").state_dict())
+
+
+def test_the_plain_baseline_is_prepared_as_its_authors_do() -> None:
+    """timm does not know the name."""
+    said = describe_file(Path("plain.pth"), [], "vit_small_patch16_224_plain", (224, 224)).preprocessing
+    assert said == {"size": [224, 224], "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear", "crop": 0.875}

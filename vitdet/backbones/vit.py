@@ -159,12 +159,13 @@ class ViT(nn.Module):
     def _embed(self, images: Tensor) -> tuple[Tensor, Rotation | None]:
         """The tokens (B, prefix + N, C) that enter the first block, and their rotation where positions are rotary."""
         height, width = self.grid(images)
-        tokens = self.patch_embedding(images)  # (B, N, C)
+        # Under autocast, too, what the blocks add to has the parameters' precision.
+        tokens = self.patch_embedding(images).to(self.patch_embedding.project.weight.dtype)  # (B, N, C)
         if self.positions is not None:
             tokens = tokens + self.positions((height, width))
         elif self.position_kind == "sincos":
             tokens = tokens + sinusoidal_2d(height, width, self.width, device=tokens.device).to(tokens.dtype)
-        prefix = [token.expand(tokens.shape[0], -1, -1).to(tokens.dtype) for token in self._prefix()]
+        prefix = [token.expand(tokens.shape[0], -1, -1) for token in self._prefix()]
         tokens = self.token_dropout(torch.cat([*prefix, tokens], dim=1))  # (B, prefix + N, C)
         if self.position_kind != "rotary":
             return tokens, None

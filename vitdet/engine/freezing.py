@@ -18,15 +18,14 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> list[nn.Module]:
             parameter names (``backbone.encoder.layers.[0-5].*``).
 
     Returns:
-        The frozen modules, which must be in evaluation mode while the rest trains: no dropout, and batch statistics
-        as they are.
+        The modules of which every parameter was named, which must be in evaluation mode while the rest trains: no
+        dropout, and batch statistics as they are. Those within them are not listed again.
 
     Raises:
         UserError: a part that the model does not have, or nothing left to train.
     """
-    modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters()]
-    frozen: list[nn.Module] = []
+    frozen: set[str] = set()
     for part in parts:
         fits = [n for n in names if n == part or n.startswith(f"{part}.") or fnmatchcase(n, part)]
         if not fits:
@@ -34,8 +33,13 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> list[nn.Module]:
             raise UserError(f"train.freeze names {part!r}, which the model does not have; {did_you_mean(part, known)}")
         for name in fits:
             model.get_parameter(name).requires_grad_(False)
-        if part in modules:
-            frozen.append(modules[part])
+        frozen.update(fits)
     if parts and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"train.freeze {list(parts)} leaves nothing to train; name fewer parts")
-    return frozen
+    whole: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        inside = [name for name in names if name.startswith(f"{prefix}.")]
+        above = any(prefix.startswith(f"{one}.") for one in whole)
+        if inside and frozen.issuperset(inside) and not above:
+            whole[prefix] = module
+    return list(whole.values())

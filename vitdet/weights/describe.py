@@ -153,6 +153,8 @@ def _dinov3(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("rope_theta", 100.0) != 100:
         raise UserError(f"rope_theta {config['rope_theta']} is not supported; only 100 is")
     gated = {"activation": "swiglu"} if config.get("use_gated_mlp") else {}
+    if gated and config.get("hidden_act") not in ("silu", "swish"):
+        raise UserError(f"a gated feed-forward with {config.get('hidden_act')!r} is not supported; only with 'silu'")
     return {
         **_vit({"layer_norm_eps": 1e-5, **config}),
         **gated,
@@ -251,4 +253,6 @@ def describe_file(file: Path, names: Iterable[str], name: str, size: tuple[int, 
         return Description(name, preprocessing=found[0], class_names=found[1])
     if whose == "official" and name.startswith(("deit_", "swin")):
         return Description(name, preprocessing=prepare.official(name, size))
+    if name.endswith("_plain"):  # no model of timm's: as its authors evaluate it (arXiv 2205.01580, appendix A)
+        return Description(name, preprocessing=prepare.values(size, prepare.HALF, "bilinear", 0.875))
     return Description(name)
