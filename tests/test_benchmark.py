@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -145,7 +146,8 @@ def test_what_timm_loads_is_what_we_load(image_set: Path) -> None:
 
 def test_mixing_off_still_smooths(image_set: Path) -> None:
     _, theirs = sides(image_set, loss={"label_smoothing": 0.3})
-    _, targets = theirs.mixup(torch.zeros(2, 3, 4, 4), torch.tensor([2, 0]))
+    picture = np.zeros((3, 4, 4), dtype=np.uint8)
+    _, targets = theirs._collate(3)([(picture, 2), (picture, 0)])
     torch.testing.assert_close(targets, torch.tensor([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1]]))
     assert theirs.train_epoch() == pytest.approx(1.1, abs=0.3)
     assert theirs.steps == 3
@@ -154,6 +156,18 @@ def test_mixing_off_still_smooths(image_set: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
+        (
+            {"model": {"overrides": {"patch_dropout": 0.5}}},
+            "model.overrides has 'patch_dropout', which the side of timm does not follow; leave it out",
+        ),
+        (
+            {"train": {"ema": None}},
+            "train.ema is null, and the side of timm averages its weights; set a decay such as 0.9999",
+        ),
+        (
+            {"augment": {"colour_jitter": 0.4, "rand_augment_layers": 2}},
+            "timm leaves out augment.colour_jitter beside RandAugment; set one of them to 0",
+        ),
         ({"train": {"batch": 5}}, "train.batch is 5; timm mixes pairs of images, make it even"),
         ({"train": {"batch": 40}}, "the 36 images are fewer than train.batch 40"),
         (

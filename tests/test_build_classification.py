@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.engine.tiny_images import CLASSES, TINY_VIT, changed, tiny_values, write_images
 from vitdet import create_model, load_model
-from vitdet.build import build_trainer, evaluate_source
+from vitdet.build import build_trainer, evaluate_source, resume_training, run_training
 from vitdet.build.classification import Preparation, build_eval_loader, build_evaluation, read_split
 from vitdet.config import ClassificationRunConfig
 from vitdet.data.mixing import BatchMixer
@@ -24,6 +24,7 @@ from vitdet.engine.checkpoint import read_metadata, save_weights
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
 from vitdet.structures import ClassMap, ImageTargets, ModelMetadata, Preprocessing
+from vitdet.weights.describe import imagenet_class_names
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -409,7 +410,7 @@ def test_another_size_resamples_the_positions(image_set: Path, tmp_path: Path, w
     model = build(image_set, tmp_path, model={"weights": str(weights)}, data={"size": [48, 48]}).bare_model.eval()
     old = load_model(weights)
     assert differing(model.state_dict(), old.state_dict()) == {"backbone.positions.table"}
-    assert model.backbone.positions.table.shape == (1, 36, 32)  # type: ignore[union-attr]
+    assert model.backbone.positions.table.shape == (1, 6, 6, 32)  # type: ignore[union-attr]
     same = build(image_set, tmp_path, model={"weights": str(weights)}, data={"size": [32, 32]}).bare_model.eval()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -429,7 +430,7 @@ def test_another_size_of_the_same_positions() -> None:
     small = create_model("vit_tiny_patch16_224", image_size=(32, 32), **arguments).eval()
     large = create_model("vit_tiny_patch16_224", image_size=(64, 64), **arguments).eval()
     with torch.no_grad():
-        small.backbone.positions.table.copy_(torch.randn(1, 1, 32).expand(1, 16, 32))
+        small.backbone.positions.table.copy_(torch.randn(1, 1, 1, 32).expand(1, 4, 4, 32))
     large.load_state_dict(adapt(large, small.state_dict()))
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -572,3 +573,50 @@ def test_the_first_weights_are_the_seeds(image_set: Path, tmp_path: Path) -> Non
     assert not differing(first, again)
     assert HEAD & differing(first, other) == {"head.weight"}
     assert math.isclose(float(first["head.weight"].std()), 0.02, rel_tol=0.3)
+
+
+# ------------------------------------------------------------------------------------- what was found in use
+
+
+def test_a_run_goes_on_without_the_weights_it_began_with(image_set: Path, tmp_path: Path, weights: Path) -> None:
+    """What it took from them, mean and deviation, is in its own state."""
+    copy = tmp_path / "start.safetensors"
+    copy.write_bytes(weights.read_bytes())
+    values = changed(
+        tiny_values(image_set, tmp_path / "run"), model={"weights": str(copy)}, train={"epochs": 1}, eval={"batch": 4}
+    )
+    run_training(ClassificationRunConfig.model_validate(values))
+    copy.unlink()
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    state["config"]["train"]["epochs"] = 2
+    torch.save(state, tmp_path / "run" / "last.pt")
+    resume_training(tmp_path / "run")
+    after = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert (after["epoch"], after["config"]["model"]["weights"]) == (2, str(copy))
+    assert after["metadata"]["preprocessing"] == state["metadata"]["preprocessing"]
+
+
+def test_a_model_of_timms_gets_a_new_head(image_set: Path, tmp_path: Path) -> None:
+    theirs = create_model("timm/resnet10t", num_classes=7)
+    file = tmp_path / "timm.safetensors"
+    names = tuple(f"class {index}" for index in range(7))
+    metadata = ModelMetadata(
+        "timm/resnet10t", {"num_classes": 7}, ClassMap(tuple(range(7)), names), Preprocessing((32, 32))
+    )
+    save_weights(file, theirs, metadata)
+    model = build(
+        image_set, tmp_path / "run", model={"name": "timm/resnet10t", "weights": str(file), "overrides": {}}
+    ).bare_model
+    assert model.state_dict()["model.fc.weight"].shape[0] == 3
+    assert differing(model.state_dict(), theirs.state_dict()) == {"model.fc.weight", "model.fc.bias"}
+
+
+def test_folders_named_by_synsets_are_imagenets_classes(tmp_path: Path) -> None:
+    """So that a published model of its 1,000 classes is evaluated on any of them."""
+    root = write_images(tmp_path / "set", classes=("n01440764", "n02012849", "n03126707"))
+    published = tuple(imagenet_class_names(1000) or ())
+    data = read_split(root, "val", class_map=ClassMap(tuple(range(1000)), published))
+    assert sorted(set(data.labels.tolist())) == [0, 134, 517]  # tench, the bird and the machine called crane
+    assert published[134] == published[517]
+    named = read_split(root, "train").class_map.names
+    assert named == (published[0], f"{published[134]} (n02012849)", f"{published[517]} (n03126707)")

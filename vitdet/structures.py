@@ -19,6 +19,8 @@ from vitdet.drawing import blend_heat, draw_boxes, draw_caption
 if TYPE_CHECKING:
     import supervision
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of its training images, RGB on [0, 1]
+
 
 @dataclass(frozen=True)
 class ClassMap:

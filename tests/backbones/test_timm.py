@@ -107,3 +107,9 @@ def test_no_preprocessing_to_tell() -> None:
         ValueError, match="timm says no preprocessing for 'resnet18x'; give mean, std and size yourself"
     ):
         timm_preprocessing("resnet18x")
+
+
+@pytest.mark.parametrize("key", ["pretrained", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"])
+def test_a_files_header_cannot_make_timm_fetch_or_read(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} is not for a model's arguments; name weights as"):
+        timm_classifier("resnet10t", 2, **{key: "x"})

@@ -85,7 +85,7 @@ def test_learnt_positions_of_their_own_grid_are_the_table() -> None:
     images = pictures(1, 16, 40)
     assert model.positions is not None
     assert model.grid(images) == (2, 5) == model.positions.grid
-    assert model.positions(model.grid(images)) is model.positions.table
+    assert torch.equal(model.positions(model.grid(images)), model.positions.table.flatten(1, 2))
     other = small(image_size=(32, 24))
     other.load_state_dict(other.adapt(small(image_size=(SIDE, SIDE)).state_dict()))
     assert other.tokens(pictures(1, 32, 24)).shape == (1, 1 + 12, 16)
@@ -107,16 +107,31 @@ def test_any_size_that_the_patch_divides() -> None:
 
 def test_adapt() -> None:
     state = small().state_dict()
-    assert small().adapt(state) is state
+    same = small().adapt(state)
+    assert all(torch.equal(same[name], tensor) for name, tensor in state.items())
     adapted = small(image_size=(16, 40)).adapt(state)
-    assert torch.equal(adapted.pop("positions.table"), resample_positions(state["positions.table"], (3, 3), (2, 5)))
+    table = state["positions.table"]  # (1, 3, 3, 16)
+    expected = resample_positions(table.flatten(1, 2), (3, 3), (2, 5)).unflatten(1, (2, 5))
+    assert torch.equal(adapted.pop("positions.table"), expected)
+    published = {**state, "positions.table": table.flatten(1, 2)}
+    assert torch.equal(small(image_size=(16, 40)).adapt(published)["positions.table"], expected)
     assert all(adapted[name] is tensor for name, tensor in state.items() if name != "positions.table")
     rotary = small(positions="rotary", image_size=(16, 40))
     assert rotary.adapt(rotary.state_dict()).keys() == rotary.state_dict().keys()
     with pytest.raises(
         ValueError, match=r"10 positions are no square grid, .* resampled to \(3, 3\); give .* image_size"
     ):
-        small().adapt(small(image_size=(16, 40)).state_dict())
+        small().adapt({"positions.table": torch.zeros(1, 10, 16)})
+
+
+def test_a_table_of_as_many_places_is_not_taken_for_the_same_grid() -> None:
+    """4×4 and 2×8 places are 16 each: a table says which it is of."""
+    state = small(image_size=(32, 32)).state_dict()
+    adapted = small(image_size=(16, 64)).adapt(state)["positions.table"]
+    table = state["positions.table"].flatten(1, 2)
+    assert torch.equal(adapted, resample_positions(table, (4, 4), (2, 8)).unflatten(1, (2, 8)))
+    back = small(image_size=(24, 24)).adapt(small(image_size=(16, 40)).state_dict())["positions.table"]
+    assert back.shape == (1, 3, 3, 16)
 
 
 @torch.no_grad()

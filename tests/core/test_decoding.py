@@ -145,7 +145,7 @@ def test_a_longer_penalty_favours_longer_sequences() -> None:
         )  # fmt: skip
         lengths.append(found.ne(PADDING).sum().item())
     assert lengths[0] < lengths[1]
-    with pytest.raises(ValueError, match=r"the length penalty is at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"length_penalty is at least 0, length and beams at least 1; got -1"):
         beam_search(Table(1, 1, 0), prompt(1), beams=1, stop=2, length=1, padding=0, length_penalty=-1)
 
 

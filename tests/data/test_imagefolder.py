@@ -157,8 +157,23 @@ def test_names_that_differ_in_case(make_folder: MakeFolder) -> None:
 
 def test_two_folders_of_one_name(pets: Path) -> None:
     (pets / "classes.txt").write_text("n1 crane\nn2 crane\n")
-    with pytest.raises(UserError, match=r"the folders n1 and n2 of .*train are both named 'crane'"):
-        read_classification_set(pets, "train")
+    names = read_classification_set(pets, "train").class_map.names
+    assert names == ("crane (n1)", "crane (n2)")
+    (pets / "classes.txt").write_text("n1 owl\nn2 n1\n")
+    with pytest.raises(UserError, match=r"the folders n1 and n2 of .*train are both the class 'n1': keep one"):
+        read_classification_set(pets, "train", class_map=ClassMap((0, 1), ("n1", "cat")))
+
+
+def test_published_sets_have_their_own_names_and_labels(pets: Path) -> None:
+    """ImageNet names two classes crane; a model of all of them is evaluated on folders called by synsets."""
+    published = {"n0": "tench", "n1": "crane", "n2": "crane", "n3": "ewe"}
+    whole = ClassMap((0, 1, 2, 3), tuple(published.values()))
+    data = read_classification_set(pets, "val", class_map=whole, names=published)
+    assert {path.parent.name: label for path, label in zip(data.paths, data.labels.tolist(), strict=True)}["n2"] == 2
+    part = read_classification_set(pets, "train", names=published).class_map
+    assert part.names == ("crane (n1)", "crane (n2)")
+    exact = {"n1": "crane", "n2": "crane"}
+    assert read_classification_set(pets, "train", names=exact).class_map.names == ("crane", "crane")
 
 
 def test_hidden_and_loose_files(pets: Path, write_image: WriteImage) -> None:

@@ -106,7 +106,8 @@ def test_pixels_are_those_of_the_models_own_geometry(shared_data: Path) -> None:
         model.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0]))
         Predictor(model, device="cpu")(path)
         pixels = to_input(decode_image(path), model.metadata.preprocessing)
-        assert torch.equal(seen[0][0], (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - 0.5) / 0.5)
+        expected = (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - 0.5) / 0.5
+        torch.testing.assert_close(seen[0][0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", [True, "rollout", "last"])

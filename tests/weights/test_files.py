@@ -214,3 +214,11 @@ def test_a_description_too_large_to_be_one(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "config.json").write_bytes(b" " * (2**20 + 1))
     with pytest.raises(UserError, match=r"config\.json is larger than 1 MiB; it cannot be a description of a model"):
         read_json(tmp_path / "config.json")
+
+
+def test_views_of_a_few_bytes_are_not_copied_out(tmp_path: Path) -> None:
+    """A tensor of stride 0 has any number of values."""
+    path = tmp_path / "wide.pth"
+    torch.save({"weight": torch.zeros(1).expand(10**5, 10**5)}, path)
+    with pytest.raises(UserError, match=r"claims to unpack to 40,000,000,000; no weights do"):
+        read_state(path)

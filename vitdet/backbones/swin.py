@@ -158,10 +158,11 @@ class Swin(nn.Module):
         if height % 4 or width % 4:
             raise ValueError(f"Swin cuts images into patches of 4×4, which do not tile {height}×{width}; pad or resize")
         grid = (height // 4, width // 4)
-        tokens = self.embed_norm(self.embed(images))  # (B, N, C)
+        exact = self.norm.weight.dtype  # of the residual stream: under autocast, linear layers give less
+        tokens = self.embed_norm(self.embed(images)).to(exact)  # (B, N, C)
         for index, stage in enumerate(self.stages):
             if index:
-                tokens = self.merges[index - 1](tokens, grid)
+                tokens = self.merges[index - 1](tokens, grid).to(exact)
                 grid = ((grid[0] + 1) // 2, (grid[1] + 1) // 2)
             tokens = stage(tokens, grid=grid)
             yield tokens, grid

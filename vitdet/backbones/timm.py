@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_ELSEWHERE = ("pretrained", "checkpoint", "cache_dir", "features_only", "scriptable", "exportable", "no_jit")
+
 
 def create_timm(name: str, **arguments: Any) -> Any:
     """``timm.create_model``, with an error that names what is wrong.
@@ -33,7 +35,7 @@ def create_timm(name: str, **arguments: Any) -> Any:
         # Never on the meta device: what timm computes in constructors and keeps out of state dicts would be lost there.
         with torch.device("cpu"):
             return timm.create_model(name, **arguments)
-    except (TypeError, RuntimeError, IndexError, AssertionError) as error:
+    except (TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(f"timm cannot build {name!r} with {arguments}: {error}") from error
 
 
@@ -69,6 +71,7 @@ class TimmClassifier(nn.Module):
 
     Attributes:
         num_classes: K; with 0 the model gives its features.
+        class_heads: shell patterns of the names of all that depends on the classes.
         stride: what height and width must be divisible by, where the model cuts patches; else 1.
     """
 
@@ -76,6 +79,8 @@ class TimmClassifier(nn.Module):
         super().__init__()
         self.model = create_timm(name, num_classes=num_classes, **arguments)
         self.num_classes = num_classes
+        heads = getattr(self.model, "default_cfg", {}).get("classifier") or ()
+        self.class_heads = tuple(f"model.{head}.*" for head in ([heads] if isinstance(heads, str) else heads))
         patch = getattr(getattr(self.model, "patch_embed", None), "patch_size", 1)
         self.stride: int = patch if isinstance(patch, int) else max(patch)
 
@@ -89,7 +94,14 @@ class TimmClassifier(nn.Module):
 
 
 def timm_classifier(name: str, num_classes: int, **overrides: Any) -> TimmClassifier:
-    """A timm model as a classifier of ``num_classes``; ``overrides`` are timm's arguments."""
+    """A timm model as a classifier of ``num_classes``; ``overrides`` are timm's arguments.
+
+    Raises:
+        ValueError: an override that would fetch or read other files: overrides come from the headers of files, too.
+    """
+    refused = sorted(key for key in overrides if key.startswith(_ELSEWHERE))
+    if refused:
+        raise ValueError(f"{refused[0]} is not for a model's arguments; name weights as model.weights or as the source")
     return TimmClassifier(name, num_classes=num_classes, **overrides)
 
 

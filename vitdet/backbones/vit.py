@@ -6,6 +6,7 @@ distillation or register token is part of that token here, as the two only ever 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -198,18 +199,23 @@ class ViT(nn.Module):
         return self.depth if parameter_name.startswith("encoder.") else 0
 
     def adapt(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same state, with learnt positions of another square grid resampled to this model's.
+        """The same state, with learnt positions of another grid resampled to this model's.
+
+        A table (1, h, w, C) says what it is of; one that others published, (1, h·w, C), is taken to be of a square.
 
         Raises:
-            ValueError: the positions are of another grid that is not square, so that its sides are unknown.
+            ValueError: the positions are neither on a grid nor as many as a square has.
         """
         table = state.get("positions.table")
-        if self.positions is None or table is None or table.shape[1] == self.positions.table.shape[1]:
+        if self.positions is None or table is None:
             return state
-        side = round(table.shape[1] ** 0.5)
-        if side * side != table.shape[1]:
-            raise ValueError(
-                f"{table.shape[1]} positions are no square grid, so they cannot be resampled to {self.positions.grid}; "
-                "give the model the image_size that they were made for"
-            )
-        return {**state, "positions.table": resample_positions(table, (side, side), self.positions.grid)}
+        if table.ndim == 3:
+            side = math.isqrt(table.shape[1])
+            if side * side != table.shape[1]:
+                raise ValueError(
+                    f"{table.shape[1]} positions are no square grid, so they cannot be resampled to "
+                    f"{self.positions.grid}; give the model the image_size that they were made for"
+                )
+            table = table.unflatten(1, (side, side))
+        old, new = (table.shape[1], table.shape[2]), self.positions.grid
+        return {**state, "positions.table": resample_positions(table.flatten(1, 2), old, new).unflatten(1, new)}

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -37,12 +38,13 @@ class TimmTraining:
         from timm.utils import ModelEmaV3
 
         torch.manual_seed(config.seed)
+        np.random.seed(config.seed)  # timm's mixing draws from it
         keep_one_bit()
         self.config, self.preprocessing = config, preprocessing
         self.device = pick_device(config.train.device)
         self.autocast = autocast_dtype(config.train.precision, self.device)
         self.model = VisionTransformer(num_classes=classes, **model).to(self.device)
-        self.loader, self.mixup = self._loader("train", workers), self._mixup(classes)
+        self.loader = self._loader("train", workers, self._collate(classes))
         optim, total = config.optim, epochs * len(self.loader)
         self.optimizer = create_optimizer_v2(
             self.model, opt="adamw", lr=optim.lr, weight_decay=optim.weight_decay, betas=optim.betas, fused=True
@@ -63,17 +65,17 @@ class TimmTraining:
 
         return SoftTargetCrossEntropy()
 
-    def _mixup(self, classes: int) -> Any:
-        from timm.data import Mixup
+    def _collate(self, classes: int) -> Any:
+        from timm.data import FastCollateMixup
 
         augment = self.config.augment
         mixes = bool(augment.mixup or augment.cutmix)  # where not, it still makes smoothed rows of the labels
-        return Mixup(
+        return FastCollateMixup(
             mixup_alpha=augment.mixup, cutmix_alpha=augment.cutmix, prob=augment.mix if mixes else 0.0,
             switch_prob=augment.switch, label_smoothing=self.config.loss.label_smoothing, num_classes=classes,
         )  # fmt: skip
 
-    def _loader(self, split: str, workers: int) -> Any:
+    def _loader(self, split: str, workers: int, collate: Any = None) -> Any:
         from timm.data import create_dataset, create_loader
 
         config, training = self.config, split == "train"
@@ -85,7 +87,8 @@ class TimmTraining:
         return create_loader(
             create_dataset("", root=str(folder), is_training=training),
             input_size=(3, *data.size), batch_size=config.train.batch if training else config.eval.batch,
-            is_training=training, use_prefetcher=False, no_aug=False, re_prob=augment.erasing, re_mode="pixel",
+            is_training=training, device=self.device, collate_fn=collate, no_aug=False, re_prob=augment.erasing,
+            re_mode="pixel",
             scale=augment.scale, ratio=augment.ratio, hflip=augment.hflip, color_jitter=augment.colour_jitter or None,  # type: ignore[arg-type]
             auto_augment=f"{policy}-inc1" if augment.rand_augment_layers else None,
             interpolation=data.interpolation, mean=self.preprocessing.mean, std=self.preprocessing.std,
@@ -97,8 +100,7 @@ class TimmTraining:
         """One pass over the data, as timm's training script has it; returns the mean loss."""
         self.model.train()
         total = torch.zeros((), device=self.device)
-        for images, labels in self.loader:
-            images, targets = self.mixup(images.to(self.device), labels.to(self.device))
+        for images, targets in self.loader:
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
                 loss = self.criterion(self.model(images), targets)
             self.optimizer.zero_grad()
@@ -120,7 +122,7 @@ class TimmTraining:
         self.average.module.eval()
         for images, labels in self._loader("val", 0):
             best = self.average.module(images.to(self.device)).argmax(dim=-1).cpu()
-            right, images_seen = right + int((best == labels).sum()), images_seen + len(labels)
+            right, images_seen = right + int((best == labels.cpu()).sum()), images_seen + len(labels)
         return right / images_seen
 
     @property

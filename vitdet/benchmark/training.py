@@ -1,7 +1,8 @@
 """Equal budget: our training of a small ViT against timm's own parts, for the same minutes on the same machine.
 
 The two take turns, epoch by epoch, so that what disturbs the machine disturbs both; each has its own clock. The number
-of epochs of each schedule is set by timing an epoch of each beforehand, and is what fits into the minutes.
+of epochs of each schedule is set by timing an epoch of each beforehand, and is what fits into the minutes. Building is
+not timed, nor, where ``data.cache`` is on, the decoding of all images once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from vitdet.engine.logging import say
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
 from vitdet.structures import ModelMetadata
+
+# What of a model timm's side is given, see timm_arguments.
+_FOLLOWED = {"width", "layers", "heads", "hidden", "patch", "image_size", "class_token", "pooling", "drop_path"}
 
 
 class Side:
@@ -93,6 +97,13 @@ def check_comparable(settings: ClassificationRunConfig) -> None:
         value, expected = (getattr(getattr(config, section), name) for config in (settings, only))
         if value != expected:
             raise UserError(f"{key} is {value!r}, which the side of timm does not do; set {key}={expected}")
+    strange = sorted(settings.model.overrides.keys() - _FOLLOWED)
+    if strange:
+        raise UserError(f"model.overrides has {strange[0]!r}, which the side of timm does not follow; leave it out")
+    if settings.augment.colour_jitter and settings.augment.rand_augment_layers:
+        raise UserError("timm leaves out augment.colour_jitter beside RandAugment; set one of them to 0")
+    if settings.train.ema is None:
+        raise UserError("train.ema is null, and the side of timm averages its weights; set a decay such as 0.9999")
     if settings.model.weights or settings.data.sizes:
         raise UserError("both sides train from scratch at one size; leave out model.weights and data.sizes")
     if settings.train.batch % 2:

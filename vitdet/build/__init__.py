@@ -21,7 +21,7 @@ from vitdet.engine.optim import make_optimizer
 from vitdet.engine.schedules import warmup_steps
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
-from vitdet.structures import ModelMetadata
+from vitdet.structures import ModelMetadata, Preprocessing
 
 
 def evaluate_source(
@@ -69,9 +69,9 @@ def build_trainer(config: AnyRunConfig) -> Trainer:
     parts = task(config, device)  # type: ignore[arg-type]
     model, optim, train = parts.model, config.optim, config.train
     metadata: ModelMetadata = model.metadata  # type: ignore[assignment]
-    frozen = freeze(model, train.freeze)
     if distributed.is_distributed() and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # as published: statistics of the whole batch
+    frozen = freeze(model, train.freeze)  # after the conversion, which makes new modules
     model = model.to(device)
     total = math.ceil(len(parts.sampler) / train.accumulate) * train.epochs
     ema = None
@@ -131,11 +131,22 @@ def resume_training(run: str | Path) -> dict[str, Any]:
     return _fit(config.model_copy(update={"output": str(last.parent)}), last)
 
 
+def without_start(config: AnyRunConfig, last: Path) -> AnyRunConfig:
+    """The run without the weights that it began with, which may be gone, and with what it took from them."""
+    if config.model.weights is None:
+        return config
+    taken = Preprocessing.from_dict(load_training_state(last)["metadata"]["preprocessing"])
+    model = config.model.model_copy(update={"weights": None})
+    data = config.data.model_copy(update={"mean": taken.mean, "std": taken.std})
+    return config.model_copy(update={"model": model, "data": data})
+
+
 def _fit(config: AnyRunConfig, last: Path | None) -> dict[str, Any]:
     distributed.start()
     try:
-        trainer = build_trainer(config)
+        trainer = build_trainer(config if last is None else without_start(config, last))
         if last:
+            trainer.config = config.model_dump(mode="json")
             trainer.resume(last)
         return trainer.fit()
     finally:

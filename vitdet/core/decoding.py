@@ -31,6 +31,8 @@ def greedy_search(steps: Steps, prompt: Tensor, *, stop: int, length: int, paddi
     Returns:
         (B, T) tokens after the prompt, ``stop`` included; T is at most ``length``.
     """
+    if length < 1:
+        raise ValueError(f"length is the most tokens to make and at least 1, got {length}")
     logits, made = steps.advance(prompt), []
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     while True:
@@ -58,8 +60,10 @@ def beam_search(
     Returns:
         (B, T) tokens after the prompt, ``stop`` included; T is at most ``length``.
     """
-    if length_penalty < 0:
-        raise ValueError(f"the length penalty is at least 0, got {length_penalty}")
+    if length_penalty < 0 or length < 1 or beams < 1:
+        raise ValueError(
+            f"length_penalty is at least 0, length and beams at least 1; got {length_penalty}, {length} and {beams}"
+        )
     logs = steps.advance(prompt).float().log_softmax(dim=-1)  # (B, K)
     steps.expand(beams)
     (batch, vocabulary), device = logs.shape, prompt.device

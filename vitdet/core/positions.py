@@ -144,15 +144,15 @@ class LearnedPositions(nn.Module):
     """One learnt vector for every place of a grid, resampled for any other grid (ViT, arXiv 2010.11929, section 3.2).
 
     Args:
-        grid: (height, width) that ``table`` is made for. channels: C.
+        grid: (height, width) that ``table``, (1, height, width, C), is made for. channels: C.
     """
 
     def __init__(self, grid: tuple[int, int], channels: int) -> None:
         super().__init__()
         self.grid = grid
-        self.table = nn.Parameter(torch.empty(1, grid[0] * grid[1], channels))
+        self.table = nn.Parameter(torch.empty(1, *grid, channels))  # so that a state dict says which grid it is of
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
         """(1, h·w, C) for this grid."""
-        return resample_positions(self.table, self.grid, grid)
+        return resample_positions(self.table.flatten(1, 2), self.grid, grid)

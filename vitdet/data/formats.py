@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from vitdet.data import coco, voc
@@ -47,7 +48,9 @@ def read_detection_set(root: str | Path, split: str) -> DetectionSet:
     return _read_coco_file(_choose(splits, split, root), root=root, split=split)
 
 
-def read_classification_set(root: str | Path, split: str, *, class_map: ClassMap | None = None) -> ClassificationSet:
+def read_classification_set(
+    root: str | Path, split: str, *, class_map: ClassMap | None = None, names: Mapping[str, str] | None = None
+) -> ClassificationSet:
     """Read one split of an image folder, see :func:`vitdet.data.imagefolder.read_image_folder`.
 
     Raises:
@@ -58,7 +61,7 @@ def read_classification_set(root: str | Path, split: str, *, class_map: ClassMap
     kind = _detection_kind(root, split)
     if kind:
         raise UserError(f"{root} is a {kind} data set for detection: train a detector on it, or give an image folder")
-    return read_image_folder(root, split, class_map=class_map)
+    return read_image_folder(root, split, class_map=class_map, names=names)
 
 
 def _check_exists(root: Path) -> None:

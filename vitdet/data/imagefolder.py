@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +16,26 @@ from vitdet.errors import UserError, did_you_mean, some
 from vitdet.structures import ClassMap
 
 
-def read_image_folder(root: Path, split: str, *, class_map: ClassMap | None = None) -> ClassificationSet:
+def read_image_folder(
+    root: Path, split: str, *, class_map: ClassMap | None = None, names: Mapping[str, str] | None = None
+) -> ClassificationSet:
     """Read one split.
 
     Labels follow the sorted names of the class folders, ids are 0…K-1. Where ``classes.json`` (folder name -> name),
     ``classes.txt`` or ``*_names.txt`` (lines ``n01440764 tench``) lies in ``root`` or its parent folder and knows the
-    folders, the classes have those names, else the names of the folders. Hidden files are passed over, and links that
+    folders, the classes have those names, else those of ``names``, else the names of the folders; one that several
+    classes share is followed by the folder. Hidden files are passed over, and links that
     lead out of ``root`` or to folders are not followed.
 
     Args:
         class_map: of the training split or of a checkpoint. The folders must then be among its classes, by their own
             or their given name; classes without a folder are allowed.
+        names: folder -> name, of a published set of classes in the order of its labels; used where it knows every
+            folder. A ``class_map`` of exactly these names is that set, and its folders have its labels.
 
     Raises:
         UserError: no such split, a class without images, fewer than 2 classes, a class that ``class_map`` lacks, two
-            folders of one name.
+            folders of one class.
     """
     folder = _find_split(root, split)
     notes: list[str] = []
@@ -39,10 +45,12 @@ def read_image_folder(root: Path, split: str, *, class_map: ClassMap | None = No
     loose = sum(_is_image(entry) for entry in folder.iterdir())
     if loose:
         notes.append(f"{loose} image{'s' * (loose > 1)} beside the class folders of {folder} left out: no class")
-    names = _human_names(root, folders, notes)
+    given = _human_names(root, folders, notes, names or {})
     if class_map is None:
-        class_map = _new_class_map(folder, names, notes)
-    label_of = _labels(folder, names, class_map)
+        class_map = _new_class_map(folder, given, notes)
+    published = names is not None and class_map.names == tuple(names.values())
+    known = {name: label for label, name in enumerate(names or ())} if published else {}
+    label_of = _labels(folder, given, class_map, known)
     paths, labels, real_root = [], [], root.resolve()
     for name in folders:
         found, refused = _images_below(folder / name, real_root)
@@ -130,8 +138,10 @@ def _images_below(folder: Path, root: Path) -> tuple[list[Path], int]:
     return found, refused
 
 
-def _human_names(root: Path, folders: list[str], notes: list[str]) -> dict[str, str]:
+def _human_names(root: Path, folders: list[str], notes: list[str], published: Mapping[str, str]) -> dict[str, str]:
     """Folder -> name, from the first file that knows any of the folders; a folder it lacks keeps its own name."""
+    if published.keys() == set(folders):  # the whole set, whose names others use as they are
+        return {name: published[name] for name in folders}
     for place in (root, root.resolve().parent):
         for path in (place / "classes.json", place / "classes.txt", *sorted(place.glob("*_names.txt"))):
             known = _read_names(path) if path.is_file() else {}
@@ -139,8 +149,14 @@ def _human_names(root: Path, folders: list[str], notes: list[str]) -> dict[str, 
             if len(absent) < len(folders):
                 if absent:
                     notes.append(f"{path} lacks {some(absent)}: named after the folder")
-                return {name: known.get(name, name) for name in folders}
-    return {name: name for name in folders}
+                return _distinct({name: known.get(name, name) for name in folders})
+    return _distinct({name: published.get(name, name) for name in folders})
+
+
+def _distinct(names: dict[str, str]) -> dict[str, str]:
+    """A name that several folders share is followed by the folder."""
+    uses = Counter(names.values())
+    return {folder: name if uses[name] == 1 else f"{name} ({folder})" for folder, name in names.items()}
 
 
 def _read_names(path: Path) -> dict[str, str]:
@@ -167,13 +183,15 @@ def _new_class_map(folder: Path, names: dict[str, str], notes: list[str]) -> Cla
     return ClassMap(ids=tuple(range(len(names))), names=tuple(names.values()))
 
 
-def _labels(folder: Path, names: dict[str, str], class_map: ClassMap) -> dict[str, int]:
-    """Folder -> label, by its given name or its own."""
+def _labels(folder: Path, names: dict[str, str], class_map: ClassMap, known: Mapping[str, int]) -> dict[str, int]:
+    """Folder -> label: the known one, or by its given name, its own, or both together."""
     label_of_name = {name: label for label, name in enumerate(class_map.names)}
     folder_of_label: dict[int, str] = {}
     labels = {}
     for own, given in names.items():
-        label = label_of_name.get(given, label_of_name.get(own))
+        label = known.get(own)
+        for name in (given, own, f"{given} ({own})"):
+            label = label_of_name.get(name) if label is None else label
         if label is None:
             hint = did_you_mean(given, class_map.names) if len(class_map) <= 20 else "check the folder"
             raise UserError(
@@ -181,7 +199,7 @@ def _labels(folder: Path, names: dict[str, str], class_map: ClassMap) -> dict[st
             )
         if label in folder_of_label:
             both = f"{folder_of_label[label]} and {own}"
-            raise UserError(f"the folders {both} of {folder} are both named {given!r}: give each class its own name")
+            raise UserError(f"the folders {both} of {folder} are both the class {given!r}: keep one of them")
         folder_of_label[label] = own
         labels[own] = label
     return labels

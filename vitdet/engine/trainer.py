@@ -100,7 +100,7 @@ class Trainer:
         log = RunLog(self.output, resumed=self.epoch) if self.main else None
         while self.epoch < self.epochs:
             losses = self.train_epoch()
-            row = {"epoch": self.epoch, "step": self.step, "lr": self.optimizer.param_groups[0]["lr"], "loss": losses}
+            row = {"epoch": self.epoch, "step": self.step, "lr": self.highest_rate(), "loss": losses}
             metrics: dict[str, Any] = {}
             if self.evaluate and (self.epoch % self.evaluate_every == 0 or self.epoch == self.epochs):
                 # Batch statistics are each process's own where they are not synchronised.
@@ -116,6 +116,10 @@ class Trainer:
                 if metrics or self.epoch == self.epochs:  # a picture takes half a second
                     log.draw(metric=self.metric)
         return self.best_metrics
+
+    def highest_rate(self) -> float:
+        """The largest learning rate: with a rate a layer, the head's."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
 
     def train_epoch(self) -> dict[str, float]:
         """One pass over the loader; returns the mean losses of finite steps, summed over predictions by term."""

@@ -117,6 +117,14 @@ def imagenet_class_names(count: int) -> list[str] | None:
     return None if subset is None else list(ImageNetInfo(subset).label_descriptions())
 
 
+def imagenet_synsets() -> dict[str, str]:
+    """ImageNet's 1,000 synsets (``n01440764``) in the order of the labels -> what :func:`imagenet_class_names` says."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo("imagenet-1k")
+    return dict(zip(info.label_names(), info.label_descriptions(), strict=True))
+
+
 # ------------------------------------------------------------------------------------- transformers
 
 
@@ -215,7 +223,7 @@ _FILE_NAMES = [
     (r"swinv2_(?P<name>\w+?)_patch4_(?P<rest>window[\dto]+_[\dto]+)", "swinv2_{name}_{rest}"),
     (r"dinov2_vit(?P<size>[sblg])14_reg4", "vit_{size}_patch14_reg4_dinov2"),
     (r"dinov2_vit(?P<size>[sblg])14", "vit_{size}_patch14_dinov2"),
-    (r"(ViT-|R26_)?(?P<size>Ti|S|B|L|H)_(?P<patch>\d+)(?=[-_.]|$)", "vit_{size}_patch{patch}_224"),
+    (r"(ViT-)?(?P<size>Ti|S|B|L|H)_(?P<patch>\d+)(?=[-_.]|$)", "vit_{size}_patch{patch}_224"),
 ]
 
 

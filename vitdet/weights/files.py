@@ -12,6 +12,7 @@ import math
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise _damaged(path) from error
-    return _unwrap(content)
+    state = _unwrap(content)
+    # Views can show a few bytes as any number of them, and would be copied.
+    claimed = sum(value.numel() * value.element_size() for value in state.values())
+    if claimed > _MAX_RATIO * path.stat().st_size + 2**20:
+        raise _bomb(path, claimed)
+    return state
 
 
 def _unwrap(content: Any) -> dict[str, Tensor]:
@@ -166,7 +172,9 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
                 for info in archive.infolist()
                 if not info.is_dir()
             }
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (
+        ValueError, KeyError, OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError,
+    ) as error:  # fmt: skip
         raise _damaged(path) from error
     # Checkpoints of a running training keep the weights beside the optimizer's state.
     prefix = "opt/target/"
@@ -200,10 +208,14 @@ def _check_sizes(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise _damaged(path) from error
     if claimed > _MAX_RATIO * path.stat().st_size + 2**20:
-        raise UserError(
-            f"{path} has {path.stat().st_size:,} bytes and claims to unpack to {claimed:,}; no weights do, "
-            "so it was not read: fetch it again from a place you trust"
-        )
+        raise _bomb(path, claimed)
+
+
+def _bomb(path: Path, claimed: int) -> UserError:
+    return UserError(
+        f"{path} has {path.stat().st_size:,} bytes and claims to unpack to {claimed:,}; no weights do, "
+        "so it was not read: fetch it again from a place you trust"
+    )
 
 
 def _damaged(path: Path) -> UserError:

@@ -50,8 +50,11 @@ def _vit(state: Mapping[str, Tensor]) -> dict[str, Any]:
     if _shape(state, block + "feed_forward.expand.weight")[0] == 2 * arguments["hidden"]:
         arguments["activation"] = "swiglu"
     if (table := state.get("backbone.positions.table")) is not None:
-        side = math.isqrt(table.shape[1]) * patch
-        arguments |= {"positions": "learned", "image_size": (side, side)}
+        places = table.flatten(1, -2).shape[1]
+        side = math.isqrt(places)
+        arguments |= {"positions": "learned"}
+        if side * side == places:  # another grid is for a description to tell
+            arguments |= {"image_size": (side * patch, side * patch)}
     return arguments
 
 

@@ -193,7 +193,17 @@ def _complete(state: dict[str, Tensor]) -> dict[str, Tensor]:
         prefix = name.removesuffix("qkv.weight")
         if prefix + "out.bias" in state:
             state.setdefault(prefix + "qkv.bias", state[name].new_zeros(state[name].shape[0]))
-    return _fold_prefix_positions(state)
+    return _square(_fold_prefix_positions(state))
+
+
+def _square(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Positions as (1, h, w, C), as a model has them, where they are as many as a square grid has."""
+    table = state.get("backbone.positions.table")
+    if table is not None:
+        side = math.isqrt(table.shape[1])
+        if side * side == table.shape[1]:
+            state["backbone.positions.table"] = table.unflatten(1, (side, side))
+    return state
 
 
 def _fold_prefix_positions(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ __all__ = [
     "is_classifier", "list_models", "load_model", "read_source", "size_argument",
 ]  # fmt: skip
 
+_MOST_PIXELS = 2**14  # a side of an image: a file's header may ask for any
+
 
 def load_model(source: str | Path, *, model: str | None = None, image_size: tuple[int, int] | None = None) -> nn.Module:
     """A model with its weights, in evaluation mode; ``.metadata`` says its name, classes and preprocessing.
@@ -48,11 +50,11 @@ def load_model(source: str | Path, *, model: str | None = None, image_size: tupl
     if image_size is not None:
         metadata = _resized(metadata, image_size)
     arguments = dict(metadata.arguments)
-    if not isinstance(arguments.get("num_classes"), int):
+    if "name" in arguments or not isinstance(arguments.get("num_classes"), int):
         raise UserError(f"{source} names no whole number as num_classes in its header; fetch or write the file again")
     # Without memory at first: a header may ask for any width, and only the shapes in the file show whether it is true.
     with torch.device("meta"):
-        net = create_model(metadata.name, num_classes=arguments.pop("num_classes"), **arguments)
+        net = create_model(str(metadata.name), num_classes=arguments.pop("num_classes"), **arguments)
     try:
         load_strict(net, adapt(net, state), assign=True)
     except ValueError as error:
@@ -104,7 +106,7 @@ def _check(metadata: ModelMetadata, net: nn.Module, source: str | Path) -> None:
     if named != classes:
         raise UserError(f"{source} names {named} classes but its model has {classes}; fetch or write the file again")
     stride: int = net.stride  # type: ignore[assignment]
-    if any(side < 1 or side % stride for side in metadata.preprocessing.size):
+    if any(side < 1 or side % stride or side > _MOST_PIXELS for side in metadata.preprocessing.size):
         raise UserError(
             f"{source} asks for images of {list(metadata.preprocessing.size)} pixels, which {stride} does not divide; "
             "fetch or write the file again"

@@ -54,7 +54,7 @@ def read_source(source: str | Path, *, model: str | None = None) -> tuple[ModelM
         if model not in (None, metadata.name):
             raise UserError(f"{path} holds a {metadata.name!r}, not a {model!r}; leave out the name, the file says it")
         return metadata, state
-    said = describe_folder(path, MODELS) if path.is_dir() else Description()
+    said = _said(path, model) if path.is_dir() else Description()
     file = weights_file(path) if path.is_dir() else path
     theirs = read_state(file)
     name = model or said.name or name_of_file(file.name, MODELS)
@@ -63,11 +63,21 @@ def read_source(source: str | Path, *, model: str | None = None) -> tuple[ModelM
             metadata, state = _of_ours(name, said, theirs, file)
         else:
             metadata, state = _of_timm(name.removeprefix(TIMM), said, theirs)
-    except ValueError as error:
+    except (ValueError, LookupError, RuntimeError, TypeError) as error:  # of shapes that nobody publishes, too
         raise UserError(f"{source} cannot be loaded: {error}") from error
     # Copies of their own: what was read may be mapped from the file, shared between names, or of half precision.
     kinds = {key: torch.float32 if value.is_floating_point() else value.dtype for key, value in state.items()}
     return metadata, {key: value.to(kinds[key], copy=True).contiguous() for key, value in state.items()}
+
+
+def _said(folder: Path, model: str | None) -> Description:
+    """What a folder says; where the caller names the model, what is said of one that we lack does not matter."""
+    try:
+        return describe_folder(folder, () if model is not None and model.startswith(TIMM) else MODELS)
+    except UserError:
+        if model is None:
+            raise
+        return Description()
 
 
 def _of_timm(name: str, said: Description, theirs: _State) -> tuple[ModelMetadata, _State]:
@@ -102,14 +112,30 @@ def _of_ours(name: str | None, said: Description, theirs: _State, file: Path) ->
         wanted = {**shown, **said.arguments} if said.name else {key: shown[key] for key in _FREE & shown.keys()}
         arguments = _differing(name, {**wanted, "num_classes": shown["num_classes"]})
     elif said.arguments:
-        name, arguments = _nearest(kind, {**said.arguments, **shown})
+        # Weights show how many positions there are, not on which grid.
+        size = {key: value for key, value in said.arguments.items() if key == "image_size"}
+        name, arguments = _nearest(kind, {**said.arguments, **shown, **size})
     else:
         name, arguments = _only(kind, shown, theirs, file)
     if said.preprocessing is None:
         size = sides(arguments.get("image_size", builder_arguments(MODELS[name])["image_size"]))
         said = _described(name, theirs, file, size)
     arguments["num_classes"] = shown["num_classes"]
-    return _metadata(name, arguments, said.class_names, said.preprocessing or {}), state
+    metadata = _metadata(name, arguments, said.class_names, said.preprocessing or {})
+    return metadata, _on_grid(state, name, arguments)
+
+
+def _on_grid(state: _State, name: str, arguments: dict[str, Any]) -> _State:
+    """The state with its positions on the grid of the images that they were made for, if that is known."""
+    table = state.get("backbone.positions.table")
+    if table is None:
+        return state
+    has = {**builder_arguments(MODELS[name]), **arguments}
+    height, width = (side // has["patch"] for side in sides(has["image_size"]))
+    flat = table.flatten(1, -2)  # (1, places, C)
+    if height * width != flat.shape[1]:
+        return state
+    return {**state, "backbone.positions.table": flat.unflatten(1, (height, width))}
 
 
 def _of_rtdetr(name: str | None, said: Description, state: _State) -> tuple[ModelMetadata, _State]:
