@@ -7,6 +7,7 @@ anywhere shows the traceback instead.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,7 +220,9 @@ def show_metrics(metrics: dict[str, Any], json_path: str | None) -> None:
 
 def write_json(values: Any, path: str) -> None:
     """As indented JSON to a file, or to stdout for ``-``."""
-    text = json.dumps(values, indent=2)
+    # Rows of numbers on one line each: a confusion matrix of 1,000 classes is else a million lines.
+    rows = re.compile(r"\[\n\s*([-+.\deE,\s]+?)\n\s*\]")
+    text = rows.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(values, indent=2))
     if path == "-":
         print(text)
     else:

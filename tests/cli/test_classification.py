@@ -374,3 +374,15 @@ def test_resuming_with_other_classes(image_run: Run, tmp_path: Path, fails: Fail
     for split in ("train", "val"):
         (root / split / "red").rename(root / split / "rose")
     assert fails("train", "--resume", tmp_path / "out").startswith(f"{tmp_path / 'out' / 'last.pt'} is of a run with ")
+
+
+def test_rows_of_numbers_stand_on_one_line(tmp_path: Path) -> None:
+    """And nothing but white space changes, whatever the names are."""
+    from vitdet.cli import write_json
+
+    values = {"confusion": [[1, 20], [3.5, -1e-07]], "names": ["[ 1 ]", "[\n 2\n]"], "empty": [], "one": [7]}
+    write_json(values, str(tmp_path / "x.json"))
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == values
+    assert "[1, 20],\n" in text
+    assert "[3.5, -1e-07]\n" in text

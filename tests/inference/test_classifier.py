@@ -155,3 +155,10 @@ def test_scores_that_are_not_finite_are_named(tmp_path: Path) -> None:
     Image.fromarray(colour(1, 2, 3)).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"scores for .*a\.png are not finite; look for diverged weights"):
         Predictor(model, device="cpu")(tmp_path / "a.png")
+
+
+def test_features_are_no_classes() -> None:
+    model = MeanColour()
+    model.metadata.class_map = ClassMap(ids=(), names=())
+    with pytest.raises(UserError, match="gives features and knows no classes; train a head on it first"):
+        Predictor(model, device="cpu")(colour(1, 2, 3))

@@ -146,6 +146,8 @@ class Predictor:
             output = self.model(images)
             classifier = isinstance(output, Tensor)
             classes, names = (output if classifier else output.logits).shape[-1], len(self.metadata.class_map)
+            if classifier and not names:
+                raise UserError("the model gives features and knows no classes; train a head on it first")
             if classes != names:
                 raise UserError(
                     f"the model has {classes} classes but its class map {names}; load the map it was trained with"

@@ -89,8 +89,7 @@ def _resized(metadata: ModelMetadata, image_size: tuple[int, int]) -> ModelMetad
 def adapt(net: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state with positions for the model's grid, and with the counters of batch norms, which few layouts have."""
     counters = [name for name in net.state_dict() if name.endswith("num_batches_tracked")]
-    if not any(name in state for name in counters):
-        state = {**state, **{name: torch.zeros((), dtype=torch.int64) for name in counters}}
+    state = {**{name: torch.zeros((), dtype=torch.int64) for name in counters if name not in state}, **state}
     backbone = getattr(net, "backbone", None)
     if not hasattr(backbone, "adapt"):
         return state
