@@ -113,8 +113,8 @@ def _of_ours(name: str | None, said: Description, theirs: _State, file: Path) ->
         arguments = _differing(name, {**wanted, "num_classes": shown["num_classes"]})
     elif said.arguments:
         # Weights show how many positions there are, not on which grid.
-        size = {key: value for key, value in said.arguments.items() if key == "image_size"}
-        name, arguments = _nearest(kind, {**said.arguments, **shown, **size})
+        told = {key: value for key, value in said.arguments.items() if key == "image_size"}
+        name, arguments = _nearest(kind, {**said.arguments, **shown, **told})
     else:
         name, arguments = _only(kind, shown, theirs, file)
     if said.preprocessing is None:
