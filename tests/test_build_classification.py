@@ -618,5 +618,7 @@ def test_folders_named_by_synsets_are_imagenets_classes(tmp_path: Path) -> None:
     data = read_split(root, "val", class_map=ClassMap(tuple(range(1000)), published))
     assert sorted(set(data.labels.tolist())) == [0, 134, 517]  # tench, the bird and the machine called crane
     assert published[134] == published[517]
+    words = ("tench", *(f"class {index}" for index in range(1, 999)), "toilet tissue")  # of another publisher
+    assert sorted(set(read_split(root, "val", class_map=ClassMap(data.class_map.ids, words)).labels)) == [0, 134, 517]
     named = read_split(root, "train").class_map.names
     assert named == (published[0], f"{published[134]} (n02012849)", f"{published[517]} (n03126707)")

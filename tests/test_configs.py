@@ -72,3 +72,8 @@ def test_its_command_is_right(path: Path) -> None:
     assert command, "the header names no command"
     assert Path(command[1]).name.removesuffix(".yaml") == path.stem
     load_config(path, command[2].split())
+
+
+def test_nothing_is_left_to_fill_in(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"not measured|TODO|GOES HERE", text)

@@ -382,3 +382,15 @@ def test_a_second_implementation_is_seen(source: str, reason: str) -> None:
 )
 def test_use_of_the_core_is_no_second_implementation(source: str) -> None:
     assert second_implementations("vitdet.detectors.new", source) == []
+
+
+def test_no_source_is_left_out_by_gitignore() -> None:
+    """A pattern such as ``build/`` hides a package of that name from git, from the wheel and from ruff."""
+    git = subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False)
+    if git.returncode:
+        pytest.skip("this is no checkout")
+    hidden = subprocess.run(
+        ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "vitdet", "tests", "tools", "configs"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert [path for path in hidden if path.endswith((".py", ".yaml"))] == []

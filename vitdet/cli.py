@@ -106,7 +106,10 @@ def predict(
     batch: Annotated[int, typer.Option(min=1)] = 8,
     device: Device = "auto",
     model: ModelName = None,
-    attention: Annotated[bool, typer.Option("--attention", help="show where a ViT looked: attention rollout")] = False,
+    attention: Annotated[bool, typer.Option("--attention", help="show where a ViT looked")] = False,
+    attention_method: Annotated[
+        str, typer.Option(help="rollout, over all layers, or last, the last one's")
+    ] = "rollout",
     sheet: Annotated[bool, typer.Option("--sheet", help="also put the first 24 pictures on one sheet.jpg")] = False,
     json_path: JsonPath = None,
 ) -> None:
@@ -117,7 +120,11 @@ def predict(
     from vitdet.zoo import load_model
 
     predictor = Predictor(
-        load_model(source, model=model), device=device, threshold=threshold, batch_size=batch, attention=attention
+        load_model(source, model=model),
+        device=device,
+        threshold=threshold,
+        batch_size=batch,
+        attention=attention_method if attention else False,
     )
     pictures: list[Path] = []
     with PredictionWriter(out, predictor.metadata.class_map) as writer:

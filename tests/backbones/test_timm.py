@@ -113,3 +113,11 @@ def test_no_preprocessing_to_tell() -> None:
 def test_a_files_header_cannot_make_timm_fetch_or_read(key: str) -> None:
     with pytest.raises(ValueError, match=rf"{key} is not for a model's arguments; name weights as"):
         timm_classifier("resnet10t", 2, **{key: "x"})
+
+
+def test_arguments_that_only_sound_like_fetching() -> None:
+    """Swin v2's windows of pre-training are numbers."""
+    model = timm_classifier(
+        "swinv2_tiny_window8_256", 2, embed_dim=12, depths=(1, 1), num_heads=(1, 1), pretrained_window_sizes=(4, 4)
+    )
+    assert model.num_classes == 2

@@ -122,6 +122,12 @@ def test_adapt() -> None:
         ValueError, match=r"10 positions are no square grid, .* resampled to \(3, 3\); give .* image_size"
     ):
         small().adapt({"positions.table": torch.zeros(1, 10, 16)})
+    flat = torch.randn(1, 10, 16)
+    assert torch.equal(
+        small(image_size=(16, 40)).adapt({"positions.table": flat})["positions.table"].flatten(1, 2), flat
+    )
+    with pytest.raises(ValueError, match=r"is \(1, h, w, C\), not \(9, 16\); fetch the file again"):
+        small().adapt({"positions.table": torch.zeros(9, 16)})
 
 
 def test_a_table_of_as_many_places_is_not_taken_for_the_same_grid() -> None:

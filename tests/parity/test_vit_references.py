@@ -53,7 +53,7 @@ def pictures(batch: int, height: int, width: int | None = None) -> Tensor:
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.std() > 0.1
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------- timm
@@ -317,3 +317,28 @@ def test_gradients(case: str) -> None:
         torch.testing.assert_close(
             gradients[key], expected, atol=1e-4, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
         )
+
+
+def test_gradients_with_rotary_positions_and_a_gate() -> None:
+    """DINOv3: registers, layer scale, rotary positions, keys without bias, SwiGLU."""
+    theirs = with_random_values(
+        timm.create_model(
+            "vit_small_plus_patch16_dinov3", depth=2, embed_dim=48, num_heads=3, global_pool="token", num_classes=5
+        )
+    )
+    hidden = theirs.blocks[0].mlp.fc2.weight.shape[1]
+    ours = filled(
+        "vit_small_patch16_dinov3", theirs.state_dict(), num_classes=5, width=48, layers=2, heads=3, hidden=hidden,
+        activation="swiglu",
+    )  # fmt: skip
+    images, weights = pictures(3, 64, 96), torch.randn(3, 5)
+    for model in (ours, theirs):
+        (model(images) * weights).sum().backward()
+    expected = convert({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    lacking = {name for name in expected if name.endswith("qkv.bias")}  # theirs has none at all
+    assert len(lacking) == 2
+    for name, parameter in ours.named_parameters():
+        if name not in lacking:
+            torch.testing.assert_close(
+                parameter.grad, expected[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )

@@ -138,7 +138,7 @@ def test_an_archive_that_unpacks_to_far_more(name: str, tmp_path: Path) -> None:
         archive.writestr("a.npy", b"\0" * 20_000_000)
     with pytest.raises(UserError) as error:
         read_state(tmp_path / name)
-    assert "bytes and claims to unpack to 20,000,000; no weights do, so it was not read: fetch it" in str(error.value)
+    assert "bytes and claims to unpack to 20,000,000; no weights do, so it is not used: fetch it" in str(error.value)
 
 
 def test_arrays_of_objects(tmp_path: Path) -> None:

@@ -429,3 +429,36 @@ def test_an_image_size_that_does_not_fit(tmp_path: Path) -> None:
     timm_folder(tmp_path, "vit_tiny_patch16_224", depth=1)
     with pytest.raises(UserError, match=r"cannot be built with .*make both sides multiples of 16"):
         load_model(tmp_path, image_size=(100, 100))
+
+
+def timm_vit_folder(path: Path, **arguments: Any) -> Any:
+    """A small ViT of timm's in its layout; the model."""
+    given = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, **arguments}
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, **given)
+    path.mkdir()
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": given}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in theirs.state_dict().items()}, path / "model.safetensors")
+    return theirs.eval()
+
+
+def test_positions_of_a_grid_that_is_not_square(tmp_path: Path) -> None:
+    """The description says which grid it is; as many places as a square has are not taken for one."""
+    theirs = timm_vit_folder(tmp_path / "wide", img_size=[16, 64])  # 2×8 patches
+    ours: Any = load_model(tmp_path / "wide")
+    images = torch.randn(2, 3, 16, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), atol=1e-4, rtol=0)
+    # With the class token's, 3×5 positions are as many as a square of 4×4 without it.
+    timm_vit_folder(tmp_path / "odd", img_size=[24, 40])
+    with pytest.raises(UserError, match=r"it has 16 positions .* images of \[24, 40\] pixels have 15 patches"):
+        load_model(tmp_path / "odd")
+
+
+def test_a_description_that_is_wrong_is_told_whatever_the_caller_names(tmp_path: Path) -> None:
+    timm_vit_folder(tmp_path / "set", act_layer="silu")
+    with pytest.raises(UserError, match=r"was made with act_layer='silu', which is not supported"):
+        load_model(tmp_path / "set", model="vit_tiny_patch16_224")
+    (tmp_path / "set" / "config.json").write_text(json.dumps({"model_type": "nobodys"}))
+    with pytest.raises(UserError, match="there is no model of the type 'nobodys' here"):
+        load_model(tmp_path / "set")

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ELSEWHERE = ("pretrained", "checkpoint", "cache_dir", "features_only", "scriptable", "exportable", "no_jit")
+# Arguments of timm's with which a file's header could make it fetch or read other files, or give no classifier.
+_ELSEWHERE = {
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_filter_fn",
+    "pretrained_custom_load", "checkpoint_path", "cache_dir", "features_only", "pruned",
+}  # fmt: skip
 
 
 def create_timm(name: str, **arguments: Any) -> Any:
@@ -35,7 +39,7 @@ def create_timm(name: str, **arguments: Any) -> Any:
         # Never on the meta device: what timm computes in constructors and keeps out of state dicts would be lost there.
         with torch.device("cpu"):
             return timm.create_model(name, **arguments)
-    except (TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+    except (TypeError, RuntimeError, LookupError, AttributeError, OSError, AssertionError) as error:
         raise ValueError(f"timm cannot build {name!r} with {arguments}: {error}") from error
 
 
@@ -99,7 +103,7 @@ def timm_classifier(name: str, num_classes: int, **overrides: Any) -> TimmClassi
     Raises:
         ValueError: an override that would fetch or read other files: overrides come from the headers of files, too.
     """
-    refused = sorted(key for key in overrides if key.startswith(_ELSEWHERE))
+    refused = sorted(overrides.keys() & _ELSEWHERE)
     if refused:
         raise ValueError(f"{refused[0]} is not for a model's arguments; name weights as model.weights or as the source")
     return TimmClassifier(name, num_classes=num_classes, **overrides)

@@ -201,21 +201,26 @@ class ViT(nn.Module):
     def adapt(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same state, with learnt positions of another grid resampled to this model's.
 
-        A table (1, h, w, C) says what it is of; one that others published, (1, h·w, C), is taken to be of a square.
+        A table (1, h, w, C) says what it is of; one that others published, (1, h·w, C), is taken to be of a square, or
+        else of this model's grid.
 
         Raises:
-            ValueError: the positions are neither on a grid nor as many as a square has.
+            ValueError: the positions are neither on a grid nor as many as either of these has.
         """
         table = state.get("positions.table")
         if self.positions is None or table is None:
             return state
+        new = self.positions.grid
         if table.ndim == 3:
             side = math.isqrt(table.shape[1])
-            if side * side != table.shape[1]:
+            grid = (side, side) if side * side == table.shape[1] else new
+            if grid[0] * grid[1] != table.shape[1]:
                 raise ValueError(
-                    f"{table.shape[1]} positions are no square grid, so they cannot be resampled to "
-                    f"{self.positions.grid}; give the model the image_size that they were made for"
+                    f"{table.shape[1]} positions are no square grid, so they cannot be resampled to {new}; "
+                    "give the model the image_size that they were made for"
                 )
-            table = table.unflatten(1, (side, side))
-        old, new = (table.shape[1], table.shape[2]), self.positions.grid
+            table = table.unflatten(1, grid)
+        if table.ndim != 4:
+            raise ValueError(f"a table of positions is (1, h, w, C), not {tuple(table.shape)}; fetch the file again")
+        old = (table.shape[1], table.shape[2])
         return {**state, "positions.table": resample_positions(table.flatten(1, 2), old, new).unflatten(1, new)}

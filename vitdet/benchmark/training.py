@@ -1,8 +1,8 @@
 """Equal budget: our training of a small ViT against timm's own parts, for the same minutes on the same machine.
 
 The two take turns, epoch by epoch, so that what disturbs the machine disturbs both; each has its own clock. The number
-of epochs of each schedule is set by timing an epoch of each beforehand, and is what fits into the minutes. Building is
-not timed, nor, where ``data.cache`` is on, the decoding of all images once.
+of epochs of each schedule is set by timing the second of two epochs of each beforehand, and is what fits into the
+minutes. Building is not timed, nor, where ``data.cache`` is on, the decoding of all images once.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ def read_image_folder(
     Args:
         class_map: of the training split or of a checkpoint. The folders must then be among its classes, by their own
             or their given name; classes without a folder are allowed.
-        names: folder -> name, of a published set of classes in the order of its labels; used where it knows every
-            folder. A ``class_map`` of exactly these names is that set, and its folders have its labels.
+        names: folder -> name, of a published set of classes in the order of its labels, for folders that no file
+            names; where the folders are exactly the set, before any file. A ``class_map`` of exactly these names is
+            that set, and its folders have its labels.
 
     Raises:
         UserError: no such split, a class without images, fewer than 2 classes, a class that ``class_map`` lacks, two
@@ -139,7 +140,7 @@ def _images_below(folder: Path, root: Path) -> tuple[list[Path], int]:
 
 
 def _human_names(root: Path, folders: list[str], notes: list[str], published: Mapping[str, str]) -> dict[str, str]:
-    """Folder -> name, from the first file that knows any of the folders; a folder it lacks keeps its own name."""
+    """Folder -> name, from the first file that knows any of the folders, else the published ones, else their own."""
     if published.keys() == set(folders):  # the whole set, whose names others use as they are
         return {name: published[name] for name in folders}
     for place in (root, root.resolve().parent):
@@ -185,7 +186,8 @@ def _new_class_map(folder: Path, names: dict[str, str], notes: list[str]) -> Cla
 
 def _labels(folder: Path, names: dict[str, str], class_map: ClassMap, known: Mapping[str, int]) -> dict[str, int]:
     """Folder -> label: the known one, or by its given name, its own, or both together."""
-    label_of_name = {name: label for label, name in enumerate(class_map.names)}
+    uses = Counter(class_map.names)  # a name of several classes says nothing
+    label_of_name = {name: label for label, name in enumerate(class_map.names) if uses[name] == 1}
     folder_of_label: dict[int, str] = {}
     labels = {}
     for own, given in names.items():

@@ -6,7 +6,7 @@ The weights themselves are the other witness, see :mod:`vitdet.weights.shown`: w
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from typing import Any
 from vitdet.errors import UserError
 from vitdet.weights import preprocessing as prepare
 from vitdet.weights.files import read_json
+
+
+class UnknownModelError(UserError):
+    """A description of a model that we do not have; whoever names the model needs none."""
 
 
 @dataclass
@@ -53,12 +57,14 @@ def describe_folder(folder: Path, known: Container[str]) -> Description:
         if "model_type" in config:
             return _describe_huggingface(config, read_json(processor) if processor.is_file() else None)
     except UserError as error:
-        raise UserError(f"{folder} cannot be used: {error}") from error
+        raise type(error)(f"{folder} cannot be used: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UserError(
             f"{path} describes no model that could be built ({type(error).__name__}: {error}); fetch it again"
         ) from error
-    raise UserError(f"{path} names neither an architecture (timm) nor a model_type (transformers); pass model=NAME")
+    raise UnknownModelError(
+        f"{path} names neither an architecture (timm) nor a model_type (transformers); pass model=NAME"
+    )
 
 
 # --------------------------------------------------------------------------------------------- timm
@@ -117,12 +123,20 @@ def imagenet_class_names(count: int) -> list[str] | None:
     return None if subset is None else list(ImageNetInfo(subset).label_descriptions())
 
 
-def imagenet_synsets() -> dict[str, str]:
-    """ImageNet's 1,000 synsets (``n01440764``) in the order of the labels -> what :func:`imagenet_class_names` says."""
+def imagenet_synsets(class_names: Sequence[str] | None = None) -> dict[str, str]:
+    """ImageNet's 1,000 synsets (``n01440764``) in the order of the labels -> names.
+
+    The names are those of :func:`imagenet_class_names`; or ``class_names``, where these are the same classes in another
+    publisher's words, of whom all begin with the tench and end with toilet tissue.
+    """
     from timm.data import ImageNetInfo
 
     info = ImageNetInfo("imagenet-1k")
-    return dict(zip(info.label_names(), info.label_descriptions(), strict=True))
+    names = info.label_descriptions()
+    if class_names is not None and len(class_names) == len(names):
+        first, last = class_names[0].lower(), class_names[-1].lower()
+        names = list(class_names) if first.startswith("tench") and last.startswith("toilet tissue") else names
+    return dict(zip(info.label_names(), names, strict=True))
 
 
 # ------------------------------------------------------------------------------------- transformers
@@ -132,7 +146,7 @@ def _describe_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any
     kind = str(config["model_type"])
     if kind not in _HUGGINGFACE:
         known = ", ".join(sorted(_HUGGINGFACE))
-        raise UserError(f"there is no model of the type {kind!r} here; known: {known}")
+        raise UnknownModelError(f"there is no model of the type {kind!r} here; known: {known}")
     arguments = _HUGGINGFACE[kind](config)
     size = arguments.get("image_size", (640, 640))  # detectors take any size; their configurations name none
     labels = config.get("id2label")

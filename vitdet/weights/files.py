@@ -214,7 +214,7 @@ def _check_sizes(path: Path) -> None:
 def _bomb(path: Path, claimed: int) -> UserError:
     return UserError(
         f"{path} has {path.stat().st_size:,} bytes and claims to unpack to {claimed:,}; no weights do, "
-        "so it was not read: fetch it again from a place you trust"
+        "so it is not used: fetch it again from a place you trust"
     )
 
 

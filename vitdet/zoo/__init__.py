@@ -50,9 +50,12 @@ def load_model(source: str | Path, *, model: str | None = None, image_size: tupl
     if image_size is not None:
         metadata = _resized(metadata, image_size)
     arguments = dict(metadata.arguments)
-    if "name" in arguments or not isinstance(arguments.get("num_classes"), int):
+    if "name" in arguments:
+        raise UserError(f"{source} gives its model an argument called name; fetch or write the file again")
+    if not isinstance(arguments.get("num_classes"), int):
         raise UserError(f"{source} names no whole number as num_classes in its header; fetch or write the file again")
     # Without memory at first: a header may ask for any width, and only the shapes in the file show whether it is true.
+    # (Models of timm's take theirs at once: what they compute in constructors would be lost.)
     with torch.device("meta"):
         net = create_model(str(metadata.name), num_classes=arguments.pop("num_classes"), **arguments)
     try:
@@ -105,7 +108,12 @@ def _check(metadata: ModelMetadata, net: nn.Module, source: str | Path) -> None:
     if named != classes:
         raise UserError(f"{source} names {named} classes but its model has {classes}; fetch or write the file again")
     stride: int = net.stride  # type: ignore[assignment]
-    if any(side < 1 or side % stride or side > _MOST_PIXELS for side in metadata.preprocessing.size):
+    if any(side > _MOST_PIXELS for side in metadata.preprocessing.size):
+        raise UserError(
+            f"{source} asks for images of {list(metadata.preprocessing.size)} pixels, and a side has at most "
+            f"{_MOST_PIXELS}; fetch or write the file again"
+        )
+    if any(side < 1 or side % stride for side in metadata.preprocessing.size):
         raise UserError(
             f"{source} asks for images of {list(metadata.preprocessing.size)} pixels, which {stride} does not divide; "
             "fetch or write the file again"

@@ -17,7 +17,14 @@ from vitdet.engine.checkpoint import read_metadata, read_weights
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
 from vitdet.weights import rtdetr, swin, vit
-from vitdet.weights.describe import Description, describe_file, describe_folder, imagenet_class_names, name_of_file
+from vitdet.weights.describe import (
+    Description,
+    UnknownModelError,
+    describe_file,
+    describe_folder,
+    imagenet_class_names,
+    name_of_file,
+)
 from vitdet.weights.files import read_state
 from vitdet.weights.hub import locate, weights_file
 from vitdet.weights.preprocessing import sides
@@ -71,10 +78,10 @@ def read_source(source: str | Path, *, model: str | None = None) -> tuple[ModelM
 
 
 def _said(folder: Path, model: str | None) -> Description:
-    """What a folder says; where the caller names the model, what is said of one that we lack does not matter."""
+    """What a folder says; where the caller names the model, it may be of one that we lack."""
     try:
         return describe_folder(folder, () if model is not None and model.startswith(TIMM) else MODELS)
-    except UserError:
+    except UnknownModelError:
         if model is None:
             raise
         return Description()
@@ -82,7 +89,7 @@ def _said(folder: Path, model: str | None) -> Description:
 
 def _of_timm(name: str, said: Description, theirs: _State) -> tuple[ModelMetadata, _State]:
     """Of an architecture that only timm has, or that is to be timm's."""
-    arguments = dict(said.arguments) if said.name == name else {}
+    arguments = dict(said.arguments) if said.name == name.partition(".")[0] else {}
     arguments["num_classes"] = _timm_classes(name, theirs)
     prepared = said.preprocessing or timm_preprocessing(name)
     metadata = _metadata(TIMM + name, arguments, said.class_names, prepared)
@@ -122,11 +129,14 @@ def _of_ours(name: str | None, said: Description, theirs: _State, file: Path) ->
         said = _described(name, theirs, file, size)
     arguments["num_classes"] = shown["num_classes"]
     metadata = _metadata(name, arguments, said.class_names, said.preprocessing or {})
-    return metadata, _on_grid(state, name, arguments)
+    return metadata, _on_grid(state, name, arguments, said.arguments.get("image_size"))
 
 
-def _on_grid(state: _State, name: str, arguments: dict[str, Any]) -> _State:
-    """The state with its positions on the grid of the images that they were made for, if that is known."""
+def _on_grid(state: _State, name: str, arguments: dict[str, Any], told: Any) -> _State:
+    """The state with its positions on the grid of the images that they were made for, if that is known.
+
+    ``told`` is the size of these images that the source itself names, or None.
+    """
     table = state.get("backbone.positions.table")
     if table is None:
         return state
@@ -134,6 +144,11 @@ def _on_grid(state: _State, name: str, arguments: dict[str, Any]) -> _State:
     height, width = (side // has["patch"] for side in sides(has["image_size"]))
     flat = table.flatten(1, -2)  # (1, places, C)
     if height * width != flat.shape[1]:
+        if told is not None:
+            raise ValueError(
+                f"it has {flat.shape[1]} positions after those of its first tokens, and images of {list(told)} pixels "
+                f"have {height * width} patches; name the image size that they are of"
+            )
         return state
     return {**state, "backbone.positions.table": flat.unflatten(1, (height, width))}
 

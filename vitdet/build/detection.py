@@ -1,0 +1,138 @@
+"""The parts of a run that trains or measures a detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitdet import distributed
+from vitdet.build.parts import Parts, build_model
+from vitdet.config import AugmentSection, LossSection, RunConfig
+from vitdet.data.detection import DetectionDataset
+from vitdet.data.formats import read_detection_set
+from vitdet.data.loaders import EpochBatchSampler, Loader, make_loader
+from vitdet.data.records import DetectionSet
+from vitdet.data.transforms import EvalTransform, TrainTransform
+from vitdet.detectors.postprocess import postprocess
+from vitdet.engine.logging import progress, say
+from vitdet.errors import UserError, some
+from vitdet.evaluation.coco import CocoEvaluator
+from vitdet.losses.criterion import Criterion
+from vitdet.losses.matcher import HungarianMatcher
+from vitdet.structures import Preprocessing, Targets, coco_rows
+
+
+def read_split(root: str | Path, split: str) -> DetectionSet:
+    """One split of a data set; says what was recognised and what is suspicious."""
+    data = read_detection_set(root, split)
+    if distributed.rank() == 0:
+        boxes = sum(len(record.labels) for record in data.records)
+        counts = f"{len(data.records)} images, {boxes} boxes, {len(data.class_map)} classes"
+        say(f"{data.root}: {data.name}, {split}: {counts}")
+        for note in data.notes:
+            say(f"note: {note}")
+    return data
+
+
+def build_criterion(loss: LossSection) -> Criterion:
+    """The criterion with its matcher."""
+    matcher = HungarianMatcher(class_cost=loss.match_class, box_cost=loss.match_box, giou_cost=loss.match_giou)
+    return Criterion(
+        matcher=matcher, vfl_weight=loss.vfl, box_weight=loss.box, giou_weight=loss.giou,
+        one_to_many=loss.one_to_many, dense_weight=loss.dense,
+    )  # fmt: skip
+
+
+def build_train_loader(config: RunConfig, data: DetectionSet, device: torch.device) -> tuple[Loader, EpochBatchSampler]:
+    """The loader of the training split and its sampler."""
+    augment: AugmentSection = config.augment
+    transform = TrainTransform(
+        photometric=augment.photometric, zoom_out=augment.zoom_out, iou_crop=augment.iou_crop, hflip=augment.hflip,
+        vflip=augment.vflip, rotate90=augment.rotate90, scale_jitter=augment.scale_jitter,
+    )  # fmt: skip
+    dataset = DetectionDataset(
+        data, transform=transform, mosaic=augment.mosaic, mixup=augment.mixup, seed=config.seed, cache=config.data.cache
+    )
+    sampler = EpochBatchSampler(
+        length=len(dataset), batch_size=config.train.batch, seed=config.seed,
+        sizes=config.data.sizes or [config.data.size], strong_until=round(augment.strong_until * config.train.epochs),
+        rank=distributed.rank(), world_size=distributed.world_size(),
+    )  # fmt: skip
+    workers = config.data.workers
+    return make_loader(dataset, batch_sampler=sampler, workers=workers, pin_memory=device.type == "cuda"), sampler
+
+
+def build_eval_loader(data: DetectionSet, *, size: tuple[int, int], batch: int, workers: int, cache: bool) -> Loader:
+    """A loader over a whole split in order, resized only; several processes share it."""
+    dataset = DetectionDataset(data, transform=EvalTransform(), cache=cache)
+    sampler = EpochBatchSampler(
+        length=len(dataset), batch_size=batch, seed=0, sizes=[size], shuffle=False, drop_last=False,
+        rank=distributed.rank(), world_size=distributed.world_size(),
+    )  # fmt: skip
+    return make_loader(dataset, batch_sampler=sampler, workers=workers, pin_memory=torch.cuda.is_available())
+
+
+def build_evaluation(
+    data: DetectionSet, loader: Loader, *, backend: str, top_k: int, device: torch.device
+) -> Callable[[nn.Module], dict[str, Any]]:
+    """A function from a model with metadata to its COCO metrics on ``data``, on the main process; elsewhere to {}.
+
+    ``results`` among them are the detections as COCO result rows.
+    """
+
+    @torch.inference_mode()
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        preprocessing: Preprocessing = model.metadata.preprocessing  # type: ignore[assignment, union-attr]
+        training = model.training
+        model.eval()
+        rows: list[dict[str, Any]] = []
+        for batch in progress(loader, total=len(loader), title="evaluation", show=distributed.rank() == 0):
+            images = preprocessing.normalize(batch["images"].to(device))
+            found = postprocess(model(images), batch["orig_sizes"], top_k=top_k)
+            for image_id, (boxes, scores, labels) in zip(batch["image_ids"], found, strict=True):
+                rows += coco_rows(boxes, scores, labels, image_id=image_id, class_map=data.class_map)
+        model.train(training)
+        rows = distributed.gather_lists(rows)
+        if distributed.rank():
+            return {}
+        evaluator = CocoEvaluator(data.to_coco(), backend=backend)
+        evaluator.update(rows)
+        return evaluator.compute() | {"results": rows}
+
+    return evaluate
+
+
+def detect(model: nn.Module, images: Tensor, targets: Targets) -> Any:
+    """A detector sees the targets in training, for its denoising queries."""
+    return model(images, targets)
+
+
+def assemble(config: RunConfig, device: torch.device) -> Parts:
+    """Read the data and build what the run needs. Problems with data and model show here."""
+    train_data = read_split(config.data.root, config.data.train_split)
+    val_data = read_split(config.data.root, config.data.val_split)
+    if train_data.class_map != val_data.class_map:
+        raise UserError(
+            f"the splits of {config.data.root} have different classes: {some(train_data.class_map.names)} "
+            f"and {some(val_data.class_map.names)}; give both the same categories"
+        )
+    shared = {record.path for record in train_data.records} & {record.path for record in val_data.records}
+    if shared and distributed.rank() == 0:
+        say(f"note: {len(shared)} images are in both splits of {config.data.root}: the AP will look too good")
+    own = {key: value for key in ("mean", "std") if (value := getattr(config.data, key))}
+    model = build_model(config, train_data.class_map, Preprocessing(size=config.data.size, **own))
+    loader, sampler = build_train_loader(config, train_data, device)
+    val_loader = build_eval_loader(
+        val_data, size=config.data.size, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache
+    )
+    return Parts(
+        model=model, forward=detect, criterion=build_criterion(config.loss), loader=loader, sampler=sampler,
+        evaluate=build_evaluation(
+            val_data, val_loader, backend=config.eval.backend, top_k=config.eval.top_k, device=device
+        ),
+        metric="AP",
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""What both tasks need: the parts of a run, a model with its metadata, weights to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitdet import __version__, distributed, zoo
+from vitdet.config import AnyRunConfig, ModelSection, OptimSection
+from vitdet.data.loaders import EpochBatchSampler, Loader
+from vitdet.engine.checkpoint import read_metadata
+from vitdet.engine.logging import say
+from vitdet.engine.schedules import rate_multiplier, warmup_steps
+from vitdet.errors import UserError, some
+from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
+from vitdet.weights.rules import load_strict
+
+
+@dataclass
+class Parts:
+    """What is particular to a task; see :class:`vitdet.engine.trainer.Trainer` for each.
+
+    Attributes:
+        model: with ``.metadata``.
+        forward, prepare, criterion, loader, sampler: for training.
+        evaluate: model -> metrics. metric: the one that says which weights are best.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Tensor, Any], Any]
+    criterion: nn.Module
+    loader: Loader
+    sampler: EpochBatchSampler
+    evaluate: Callable[[nn.Module], dict[str, Any]]
+    metric: str
+    prepare: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None
+
+
+def build_model(config: AnyRunConfig, class_map: ClassMap, preprocessing: Preprocessing, **arguments: Any) -> nn.Module:
+    """The model of the run with its metadata, started from ``model.weights`` where given.
+
+    Args:
+        preprocessing: of the run; its mean and std are taken from the weights where the run does not set them.
+        arguments: for the model, besides the run's overrides.
+    """
+    classes = len(class_map)
+    if config.model.num_classes not in (None, classes):
+        raise UserError(
+            f"model.num_classes is {config.model.num_classes} but {config.data.root} has {classes} classes; "
+            "leave it out, it is taken from the data"
+        )
+    arguments = {**arguments, **config.model.overrides}
+    check_sizes(config, patch_of(config.model))  # of which the model would complain without naming data.size
+    model = zoo.create_model(config.model.name, num_classes=classes, **arguments)
+    check_sizes(config, model.stride)  # type: ignore[arg-type]
+    metadata = ModelMetadata(
+        name=config.model.name,
+        arguments={"num_classes": classes, **arguments},
+        class_map=class_map,
+        preprocessing=preprocessing,
+        version=__version__,
+    )
+    if config.model.weights:
+        theirs = start_from(model, config.model.weights, config.model.name, class_map)
+        metadata.preprocessing = Preprocessing(
+            size=preprocessing.size,
+            mean=config.data.mean or theirs.preprocessing.mean,
+            std=config.data.std or theirs.preprocessing.std,
+            interpolation=preprocessing.interpolation,
+            crop=preprocessing.crop,
+        )
+    model.metadata = metadata  # type: ignore[assignment]
+    return model
+
+
+def patch_of(section: ModelSection) -> int:
+    """The side of the patches that the model will cut; 1 where that is not known beforehand."""
+    if section.name not in zoo.CLASSIFIERS:
+        return 1
+    patch = {**zoo.builder_arguments(zoo.MODELS[section.name]), **section.overrides}.get("patch")
+    return patch if isinstance(patch, int) and patch > 0 else 1
+
+
+def check_sizes(config: AnyRunConfig, stride: int) -> None:
+    """The image must come out even at the model's stride."""
+    for name, size in [("data.size", config.data.size), *(("data.sizes", size) for size in config.data.sizes)]:
+        if any(side % stride for side in size):
+            raise UserError(f"{name} {list(size)} must be divisible by {stride} for {config.model.name}; change it")
+
+
+# Names of all that depends on the classes.
+CLASS_HEADS = ("*score_head*", "denoising.embedding.*", "head.*", "head_distillation.*")
+
+
+def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) -> ModelMetadata:
+    """Load weights of the same model; where they know other classes, the class heads start anew, and it is said."""
+    check_same_model(source, name)
+    metadata, state = zoo.read_source(source, model=name)
+    try:
+        state = zoo.adapt(model, state)
+    except ValueError as error:
+        raise UserError(f"model.weights {source} cannot be used: {error}") from error
+    # Frozen batch norms count no batches, trained ones do: a run may freeze what another has trained.
+    counters = ("*.num_batches_tracked",)
+    if metadata.class_map.names == class_map.names:
+        load_strict(model, state, allow_missing=counters, allow_unexpected=counters)
+        return metadata
+    heads = (*CLASS_HEADS, *getattr(model, "class_heads", ()))
+    kept = {key: value for key, value in state.items() if not any(fnmatchcase(key, head) for head in heads)}
+    # The layer before the head, which some pre-trained models have, goes with it.
+    spare = (*counters, "representation.*")
+    report = load_strict(model, kept, allow_missing=(*heads, *counters), allow_unexpected=spare)
+    anew = [key for key in report.missing if not fnmatchcase(key, counters[0])]
+    if distributed.rank() == 0:
+        names = metadata.class_map.names
+        knows = f"knows other classes ({some(names)})" if names else "knows no classes"
+        say(f"note: {source} {knows}: {len(anew)} tensors start anew")
+    return metadata
+
+
+def check_same_model(source: str, name: str) -> None:
+    """Where a file of ours says that it is another model, the run's configuration is told, not the file's reader."""
+    path = Path(source)
+    theirs = read_metadata(path) if path.suffix == ".safetensors" and path.is_file() else None
+    if theirs is not None and theirs.name != name:
+        raise UserError(f"model.weights {source} is of {theirs.name!r}, the run trains {name!r}; use the same model")
+
+
+def check_class_map(metadata: ModelMetadata, names: Sequence[str], root: object) -> None:
+    """A model is measured only on its own classes."""
+    ours = list(metadata.class_map.names)
+    if ours != list(names):
+        raise UserError(
+            f"the model knows the classes {some(ours)} but {root} has {some(names)}; "
+            "evaluate on data with the classes it was trained on"
+        )
+
+
+def build_rate(optim: OptimSection, total: int) -> Callable[[int], float]:
+    """The learning-rate multiplier of every step of a run of ``total`` steps."""
+    warmup = warmup_steps(total, fraction=optim.warmup, most=optim.warmup_steps)
+
+    def rate(step: int) -> float:
+        return rate_multiplier(
+            step, total=total, warmup=warmup, schedule=optim.schedule, final=optim.final, flat=optim.flat
+        )
+
+    return rate
