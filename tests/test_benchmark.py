@@ -14,7 +14,7 @@ from tests.engine.tiny import tiny_values as detector_values
 from tests.engine.tiny import write_config, write_set
 from tests.engine.tiny_images import changed, tiny_values, write_images
 from vitdet.benchmark.timm_side import TimmTraining
-from vitdet.benchmark.training import compare_with_timm, make_side, timm_arguments
+from vitdet.benchmark.training import Side, compare_with_timm, make_side, timm_arguments
 from vitdet.build.classification import build_eval_loader, read_split
 from vitdet.cli import main
 from vitdet.config import ClassificationRunConfig
@@ -58,11 +58,10 @@ def test_both_sides_run(image_set: Path, tmp_path: Path, capsys: pytest.CaptureF
     for name in ("ours", "timm"):
         one = figures[name]
         assert list(one) == ["top1", "epochs", "minutes", "images_per_second"]
-        assert (one["top1"] * 12) == pytest.approx(round(one["top1"] * 12)), "a share of the twelve images"
+        assert one["top1"] in [pytest.approx(right / 12) for right in range(13)], "a share of the twelve images"
         assert one["epochs"] >= 1
-        assert 0 < one["minutes"] < 0.2
-        mean = 36 * one["epochs"] / (60 * one["minutes"])
-        assert 0.2 * mean < one["images_per_second"] < 5 * mean
+        assert one["minutes"] > 0
+        assert one["images_per_second"] > 0
     rates = [figures[name]["images_per_second"] for name in ("ours", "timm")]
     assert figures["ratio"] == pytest.approx(rates[0] / rates[1])
     assert not (tmp_path / "run").exists(), "a measurement is no run"
@@ -73,6 +72,14 @@ def test_both_sides_run(image_set: Path, tmp_path: Path, capsys: pytest.CaptureF
     told = printed.err
     assert f"ours: epoch 1/{figures['ours']['epochs']}, " in told
     assert f"timm: epoch {figures['timm']['epochs']}/{figures['timm']['epochs']}, " in told
+
+
+def test_the_figures_of_a_side() -> None:
+    """Images a second by the median epoch, so that one disturbed epoch does not count; minutes in all."""
+    side = Side("ours", None, images_per_epoch=100, epochs=3)
+    side.seconds = [2.0, 50.0, 4.0]
+    assert side.done
+    assert side.figures(0.5) == {"top1": 0.5, "epochs": 3, "minutes": 56 / 60, "images_per_second": 25.0}
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def predict(
     model: ModelName = None,
     attention: Annotated[bool, typer.Option("--attention", help="show where a ViT looked")] = False,
     attention_method: Annotated[
-        str, typer.Option(help="rollout, over all layers, or last, the last one's")
-    ] = "rollout",
+        str | None, typer.Option(metavar="METHOD", help="the same by rollout, over all layers, or last, the last one's")
+    ] = None,
     sheet: Annotated[bool, typer.Option("--sheet", help="also put the first 24 pictures on one sheet.jpg")] = False,
     json_path: JsonPath = None,
 ) -> None:
@@ -124,7 +124,7 @@ def predict(
         device=device,
         threshold=threshold,
         batch_size=batch,
-        attention=attention_method if attention else False,
+        attention=attention_method or attention,
     )
     pictures: list[Path] = []
     with PredictionWriter(out, predictor.metadata.class_map) as writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,5 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(draw_positions(options.out, length=options.length, channels=options.channels))
     except (OSError, ValueError) as error:  # a file that cannot be written, a suffix that is no image's
-        parser.error(str(error))
+        print(f"positional_encoding: {error}", file=sys.stderr)
+        return 2
     return 0

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from vitdet.backbones.pyramid import ChannelNorm, Pyramid
 from vitdet.backbones.swin import Swin
 from vitdet.backbones.vit import ViT
+from vitdet.core.positions import resample_positions
 
 
 def plain_vit(image_size: tuple[int, int] = (64, 64)) -> ViT:
@@ -79,6 +80,8 @@ def test_the_rest_of_the_contract_is_the_backbones() -> None:
 def test_positions_are_adapted_below_the_pyramid() -> None:
     small, large = Pyramid(plain_vit((32, 32)), width=24), Pyramid(plain_vit((64, 96)), width=24)
     large.load_state_dict(large.adapt(small.state_dict()))
+    before, after = (one.backbone.positions.table for one in (small, large))  # (1, h, w, C)
+    torch.testing.assert_close(after.flatten(1, 2), resample_positions(before.flatten(1, 2), (2, 2), (4, 6)))
     torch.testing.assert_close(large.levels[1][0].weight, small.levels[1][0].weight)
 
 

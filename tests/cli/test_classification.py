@@ -121,16 +121,25 @@ def test_prediction_agrees_with_evaluation(image_run: Run, tmp_path: Path) -> No
         assert row["classes"][0]["score"] == pytest.approx(one["score"], abs=1e-5)
 
 
-def test_attention_is_shown(image_run: Run, tmp_path: Path) -> None:
-    """The picture of a stripe without and with it differ inside the image."""
+def test_attention_is_shown(image_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The picture of a stripe is the one that the API draws, by either method, and not the plain one."""
+    from vitdet import Predictor
+
     image = image_run.root / "val" / "stripes" / "00.png"
-    for name, more in (("plain", []), ("seen", ["--attention"])):
-        words = ["predict", image_run.weights, image, "--out", tmp_path / name, "--device", "cpu", *more]
-        assert command(*words) == 0
-    plain, seen = (np.asarray(Image.open(tmp_path / name / "00.png").convert("RGB")) for name in ("plain", "seen"))
-    assert plain.shape == seen.shape
-    changed_rows = (plain != seen).any(axis=(1, 2))
-    assert changed_rows[-8:].all(), "also below the caption"
+    ways: dict[str | bool, list[str]] = {
+        False: [], "rollout": ["--attention"], "last": ["--attention-method", "last"],
+    }  # fmt: skip
+    drawn = []
+    for method, more in ways.items():
+        out = tmp_path / str(method)
+        assert command("predict", image_run.weights, image, "--out", out, "--device", "cpu", *more) == 0
+        drawn.append(np.asarray(Image.open(out / "00.png").convert("RGB")))
+        [found] = Predictor(image_run.weights, device="cpu", attention=method)(image)
+        assert np.array_equal(drawn[-1], found.plot())
+    assert not any(np.array_equal(drawn[i], drawn[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    capsys.readouterr()
+    assert command("predict", image_run.weights, image, "--out", tmp_path / "x", "--attention-method", "first") == 2
+    assert capsys.readouterr().err == "vitdet: attention is 'first'; choose 'rollout' or 'last'\n"
 
 
 def test_info_and_models(image_run: Run, capsys: pytest.CaptureFixture[str]) -> None:

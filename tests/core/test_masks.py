@@ -38,6 +38,6 @@ def test_sliding_window() -> None:
 
 
 def test_padding() -> None:
-    found = padding_mask(torch.tensor([2, 0, 3]), 3)
+    found = padding_mask(torch.arange(3) < torch.tensor([[2], [0], [3]]))
     assert found.shape == (3, 1, 1, 3)
     assert found.flatten(1).int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]

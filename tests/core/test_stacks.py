@@ -114,8 +114,7 @@ def test_the_view_of_a_window_grows_by_layers(layers: int) -> None:
 
 def test_padding_changes_nothing() -> None:
     stack, x = encoder(), tokens(7)
-    lengths = torch.tensor([4, 7])
-    padded = stack(x, mask=padding_mask(lengths, 7))
+    padded = stack(x, mask=padding_mask(torch.arange(7) < torch.tensor([[4], [7]])))
     torch.testing.assert_close(padded[:1, :4], stack(x[:1, :4]), rtol=0, atol=1e-10)
     torch.testing.assert_close(padded[1:], stack(x[1:]), rtol=0, atol=1e-10)
     assert (stack(x)[:1, :4] - padded[:1, :4]).abs().max() > 1e-3
@@ -123,7 +122,7 @@ def test_padding_changes_nothing() -> None:
 
 def test_padding_of_a_memory_changes_nothing() -> None:
     stack, x, memory = decoder(), tokens(3), tokens(7)
-    found = stack(x, memory, context={"mask": padding_mask(torch.tensor([4, 7]), 7)})
+    found = stack(x, memory, context={"mask": padding_mask(torch.arange(7) < torch.tensor([[4], [7]]))})
     torch.testing.assert_close(found[:1], stack(x[:1], memory[:1, :4]), rtol=0, atol=1e-10)
     torch.testing.assert_close(found[1:], stack(x[1:], memory[1:]), rtol=0, atol=1e-10)
 
@@ -140,7 +139,7 @@ def test_causal_stacks_ignore_the_future() -> None:
 
 @torch.no_grad()
 def test_cached_stacks_equal_uncached() -> None:
-    x, memory, mask = tokens(), tokens(4), padding_mask(torch.tensor([3, 4]), 4)
+    x, memory, mask = tokens(), tokens(4), padding_mask(torch.arange(4) < torch.tensor([[3], [4]]))
     own, stack = [KeyValueCache() for _ in range(LAYERS)], encoder()
     pieces = [stack(x[:, i : i + 1], caches=own, causal=True) for i in range(6)]
     torch.testing.assert_close(torch.cat(pieces, 1), stack(x, causal=True), rtol=0, atol=1e-10)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from vitdet.errors import UserError
-from vitdet.weights.describe import Description, describe_file, describe_folder, imagenet_class_names, name_of_file
+from vitdet.weights.describe import (
+    Description,
+    describe_file,
+    describe_folder,
+    imagenet_class_names,
+    imagenet_synsets,
+    name_of_file,
+)
 from vitdet.weights.preprocessing import HALF, IMAGENET, from_huggingface, from_timm, from_torchvision, official, sides
 from vitdet.weights.shown import classifier_arguments, rtdetr_arguments
 
@@ -183,7 +190,11 @@ def test_class_names(shared_data: Path, tmp_path: Path) -> None:
     names = imagenet_class_names(1000)
     assert names is not None
     assert len(names) == len(lines) == 1000
-    assert "goldfish" in names[1]
+    synsets = imagenet_synsets()
+    assert list(synsets) == [line.split()[0] for line in lines]
+    assert list(synsets.values()) == names
+    alike = sum(line.split()[1].replace("_", " ") in name for line, name in zip(lines, names, strict=True))
+    assert alike > 950, "the words of two publishers for the same class, in the same order"
     assert len(imagenet_class_names(21843) or []) == 21843
     assert imagenet_class_names(10) is None
     config: dict[str, Any] = {"architecture": "x.tag", "num_classes": 2, "label_names": ["n1", "n2"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -135,6 +136,20 @@ def test_neither_network_nor_cache(online: str, monkeypatch: pytest.MonkeyPatch)
         "vit-base-patch16-224/tree/v1 by hand, and pass the folder with them"
     )
     assert constants.ENDPOINT.startswith("https://")
+
+
+def test_without_a_network_there_is_one_sentence(
+    online: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library that fetches would add lines of its own, and try for half a minute."""
+    start = time.monotonic()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=r"owner/other is not in the cache and http://127\.0\.0\.1:9 cannot be reached"):
+        locate("owner/other")
+    assert time.monotonic() - start < 10
+    assert caplog.text == ""
+    assert capfd.readouterr() == ("", "")
 
 
 def test_several_files(online: str) -> None:

@@ -90,11 +90,12 @@ def test_no_bias_at_all_stays_so_only_where_the_output_has_none() -> None:
 
 def test_official_dino_names() -> None:
     """The publishers' own files: buffers and the mask token go, registers and gates have other names than timm's."""
+    gate_first = torch.arange(32.0)[:, None].expand(32, WIDTH)  # silu(first half) * second half, as ours
     ours = convert(
         flat(**{
             "mask_token": torch.ones(1, WIDTH), "rope_embed.periods": torch.ones(4),
             "blocks.0.attn.qkv.bias_mask": torch.ones(3 * WIDTH), "register_tokens": rows(4),
-            "blocks.0.mlp.w12.weight": torch.ones(32, WIDTH), "blocks.0.mlp.w3.weight": torch.ones(WIDTH, 16),
+            "blocks.0.mlp.w12.weight": gate_first, "blocks.0.mlp.w3.weight": torch.ones(WIDTH, 16),
             "blocks.0.ls2.gamma": torch.ones(WIDTH), "patch_embed.proj.weight": torch.ones(WIDTH, 3, 2, 2),
         })
     )  # fmt: skip
@@ -107,6 +108,7 @@ def test_official_dino_names() -> None:
         "backbone.registers": (1, 4, WIDTH),
         "backbone.patch_embedding.project.weight": (WIDTH, 12),
     }
+    assert torch.equal(ours[block + "feed_forward.expand.weight"], gate_first)
     assert torch.equal(convert(flat(storage_tokens=rows(4)))["backbone.registers"], rows(4))
 
 

@@ -32,6 +32,7 @@ class TimmTraining:
         self, config: ClassificationRunConfig, *, model: dict[str, Any], preprocessing: Preprocessing, classes: int,
         epochs: int, workers: int,
     ) -> None:  # fmt: skip
+        from timm.loss import SoftTargetCrossEntropy
         from timm.models.vision_transformer import VisionTransformer
         from timm.optim import create_optimizer_v2
         from timm.scheduler import CosineLRScheduler
@@ -56,14 +57,8 @@ class TimmTraining:
         )  # fmt: skip
         decay = scaled_decay(config.train.ema or 0.0, total_steps=total)
         self.average = ModelEmaV3(self.model, decay=decay, use_warmup=True)
-        self.criterion = self._criterion()
-        self.steps, self.epoch = 0, 0
-
-    @staticmethod
-    def _criterion() -> nn.Module:
-        from timm.loss import SoftTargetCrossEntropy
-
-        return SoftTargetCrossEntropy()
+        self.criterion = SoftTargetCrossEntropy()
+        self.steps = 0
 
     def _collate(self, classes: int) -> Any:
         from timm.data import FastCollateMixup
@@ -112,7 +107,6 @@ class TimmTraining:
             self.steps += 1
             self.average.update(self.model, step=self.steps)
             total += loss.detach()
-        self.epoch += 1
         return float(total) / len(self.loader)
 
     @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 The two take turns, epoch by epoch, so that what disturbs the machine disturbs both; each has its own clock. The number
 of epochs of each schedule is set by timing the second of two epochs of each beforehand, and is what fits into the
-minutes. Building is not timed, nor, where ``data.cache`` is on, the decoding of all images once.
+minutes. Building is not timed. Where ``data.cache`` is on, ours decodes each image once: in its first epoch, or with
+loader processes before it, untimed; timm decodes them in every epoch.
 """
 
 from __future__ import annotations

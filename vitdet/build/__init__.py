@@ -117,7 +117,7 @@ def run_training(config: AnyRunConfig, *, overwrite: bool = False) -> dict[str, 
             f"{config.output} already holds a run; continue it with --resume {config.output}, "
             "replace it with --overwrite, or choose another output=…"
         )
-    return _fit(config, None)
+    return _fit(config)
 
 
 def resume_training(run: str | Path) -> dict[str, Any]:
@@ -125,28 +125,32 @@ def resume_training(run: str | Path) -> dict[str, Any]:
     last = Path(run) / "last.pt" if Path(run).is_dir() else Path(run)
     state = load_training_state(last)
     try:
-        config = check_config(state["config"])
+        config = check_config({**state["config"], "output": str(last.parent)})
+        again = without_start(config, state["metadata"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{last} holds no run of this version of vitdet; start anew without --resume") from error
-    return _fit(config.model_copy(update={"output": str(last.parent)}), last)
+    del state  # the trainer reads it when it is built; two of them at once need not fit
+    return _fit(again, last, config)
 
 
-def without_start(config: AnyRunConfig, last: Path) -> AnyRunConfig:
+def without_start(config: AnyRunConfig, metadata: dict[str, Any]) -> AnyRunConfig:
     """The run without the weights that it began with, which may be gone, and with what it took from them."""
     if config.model.weights is None:
         return config
-    taken = Preprocessing.from_dict(load_training_state(last)["metadata"]["preprocessing"])
+    taken = Preprocessing.from_dict(metadata["preprocessing"])
     model = config.model.model_copy(update={"weights": None})
     data = config.data.model_copy(update={"mean": taken.mean, "std": taken.std})
     return config.model_copy(update={"model": model, "data": data})
 
 
-def _fit(config: AnyRunConfig, last: Path | None) -> dict[str, Any]:
+def _fit(config: AnyRunConfig, last: Path | None = None, told: AnyRunConfig | None = None) -> dict[str, Any]:
+    """Train; from ``last`` where given. ``told`` is the configuration that the run keeps, where it is another."""
     distributed.start()
     try:
-        trainer = build_trainer(config if last is None else without_start(config, last))
-        if last:
-            trainer.config = config.model_dump(mode="json")
+        trainer = build_trainer(config)
+        if told is not None:
+            trainer.config = told.model_dump(mode="json")
+        if last is not None:
             trainer.resume(last)
         return trainer.fit()
     finally:

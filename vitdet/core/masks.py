@@ -22,9 +22,9 @@ def sliding_window_mask(queries: int, memory: int, window: int, *, device: torch
     return (place - torch.arange(memory, device=device)).abs() < window
 
 
-def padding_mask(lengths: Tensor, memory: int) -> Tensor:
-    """(B, 1, 1, M) from (B,) lengths: the tokens after a sequence's end are seen by nobody."""
-    return (torch.arange(memory, device=lengths.device) < lengths[:, None])[:, None, None]
+def padding_mask(real: Tensor) -> Tensor:
+    """(B, 1, 1, M) from (B, M), which is False where a sequence is only filled up: that is seen by nobody."""
+    return real[:, None, None]
 
 
 def group_mask(group_of_token: Tensor, *, shared_group: int) -> Tensor:

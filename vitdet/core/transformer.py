@@ -16,6 +16,7 @@ from vitdet.core.attention import Attention
 from vitdet.core.blocks import DecoderBlock, EncoderBlock
 from vitdet.core.cache import KeyValueCache
 from vitdet.core.decoding import beam_search, greedy_search
+from vitdet.core.masks import padding_mask
 from vitdet.core.norms import make_norm
 from vitdet.core.positions import alibi_bias, rotary_1d, sinusoidal_1d
 from vitdet.core.stacks import DecoderStack, EncoderStack
@@ -149,7 +150,7 @@ class Transformer(nn.Module):
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor | None]:
         """(B, M) tokens to the memory (B, M, C) and the mask (B, 1, 1, M) of what is no padding."""
-        mask = None if self.padding is None else (source != self.padding)[:, None, None]
+        mask = None if self.padding is None else padding_mask(source != self.padding)
         return self.encoder(self.embedding(source), mask=mask, **self.embedding.context(source)), mask
 
     def decode(
@@ -222,7 +223,7 @@ class TokenTransformer(nn.Module):
         """(B, N) tokens, which follow those in the caches, to (B, N, C)."""
         start = len(caches[0]) if caches else 0
         # What fills up the end of a sequence is hidden by causality already.
-        hidden = None if self.causal or self.padding is None else (tokens != self.padding)[:, None, None]
+        hidden = None if self.causal or self.padding is None else padding_mask(tokens != self.padding)
         return self.stack(
             self.embedding(tokens, start=start), caches=caches, mask=hidden, causal=self.causal, window=self.window,
             **self.embedding.context(tokens, start=start),

@@ -14,7 +14,7 @@ import numpy as np
 
 from vitdet.data.randaugment import RandAugment, brightness, contrast, gaussian_blur, saturation, solarize
 from vitdet.data.transforms import centre_crop, check_probabilities, resize, to_input
-from vitdet.structures import Preprocessing
+from vitdet.structures import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 CROP_TRIALS = 10
 ERASED_AREA = (0.02, 1 / 3)  # share of the image
@@ -189,7 +189,7 @@ def erase(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _noise_table() -> np.ndarray:
     """(1, 256, 3): the 256 quantiles of each channel's normal distribution, as gray levels."""
     normal = np.array([NormalDist().inv_cdf((level + 0.5) / 256) for level in range(256)])[:, None]
-    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # of ImageNet, on the [0, 1] scale
+    mean, std = np.array(IMAGENET_MEAN), np.array(IMAGENET_STD)
     return np.clip(np.rint((mean + normal * std) * 255), 0, 255).astype(np.uint8)[None]
 
 

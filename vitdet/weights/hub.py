@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from vitdet.errors import UserError
 from vitdet.weights.files import FORMATS, INDEX, shard_names
@@ -92,7 +97,8 @@ class _Repository:
         self.revision = revision
         self.commit = revision  # after the first file its commit, so that all are of one
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-        self.unreachable = False
+        # Asked once, for the library tries each file for half a minute, also where the cache has it.
+        self.unreachable = not (constants.HF_HUB_OFFLINE or _answers(self.endpoint))
 
     def get(self, name: str) -> Path | None:
         """The local path of a file; None where the repository has none, or it cannot be had."""
@@ -100,9 +106,10 @@ class _Repository:
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            path = hf_hub_download(
-                self.repo, name, revision=self.commit, endpoint=self.endpoint, local_files_only=self.unreachable
-            )
+            with _silence():  # its warnings stand before our sentence, and say less
+                path = hf_hub_download(
+                    self.repo, name, revision=self.commit, endpoint=self.endpoint, local_files_only=self.unreachable
+                )
         except LocalEntryNotFoundError:
             self.unreachable = True
             return None
@@ -123,6 +130,32 @@ class _Repository:
             f"fetch {', '.join(DESCRIPTIONS)} and {WEIGHTS[0]} from {self.endpoint}/{self.repo}/tree/{self.revision} "
             "by hand, and pass the folder with them"
         )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether there is a way to a server; behind a proxy that is for the proxy to say."""
+    address = urlsplit(endpoint)
+    if getproxies().get(address.scheme):
+        return True
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No log lines of huggingface_hub below errors; its progress bars stay."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _why(error: Exception) -> str:

@@ -6,15 +6,12 @@ Hugging Face's files do not carry the names that their modules have in memory (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitdet.errors import UserError
-from vitdet.weights.rules import LoadReport, Rules, convert_state_dict, load_strict
+from vitdet.weights.rules import Rules, convert_state_dict
 
 HUGGINGFACE_RULES: Rules = [
     (r"\.num_batches_tracked$", None),  # counts steps, enters no result, and absent where the norms were frozen
@@ -78,34 +75,3 @@ def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "name the model that they were made for"
         )
     return convert_state_dict(state, HUGGINGFACE_RULES)
-
-
-def load_huggingface(model: nn.Module, source: str | Path, *, allow_reshaped: Sequence[str] = ()) -> LoadReport:
-    """Fill our RT-DETR with the weights of a Hugging Face one.
-
-    Args:
-        model: our RT-DETR of the same size.
-        source: a ``model.safetensors``, or the folder that holds it.
-        allow_reshaped: shell patterns of our names that may keep their own values, such as ``"*score_head*"`` and
-            ``"denoising.*"`` for another number of classes.
-
-    Raises:
-        UserError: no such file, not a safetensors file, or it does not fit the model.
-    """
-    path = Path(source)
-    if path.is_dir():
-        path = path / "model.safetensors"
-    if not path.is_file():
-        raise UserError(f"no weights at {path}; name a model.safetensors or the folder that holds it")
-    try:
-        theirs = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
-    return load_strict(
-        model,
-        convert_state_dict(theirs, HUGGINGFACE_RULES),
-        # Needed in training only: either side may have been built without denoising queries.
-        allow_missing=("*.num_batches_tracked", "denoising.*", "dense_head.*"),
-        allow_unexpected=() if hasattr(model, "denoising") and model.denoising is not None else ("denoising.*",),
-        allow_reshaped=allow_reshaped,
-    )
