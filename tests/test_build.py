@@ -74,10 +74,11 @@ def test_no_average_where_none_is_wanted(tiny_set: Path, tmp_path: Path) -> None
 
 def test_loss_weights_arrive() -> None:
     loss = LossSection(
-        vfl=2, box=3, giou=4, match_class=5, match_box=6, match_giou=7, one_to_many=9, dense=0.5
+        vfl=2, box=3, giou=4, fgl=10, ddf=11, union=True, match_class=5, match_box=6, match_giou=7, one_to_many=9, dense=0.5
     )  # fmt: skip
     criterion = build_criterion(loss)
-    assert criterion.weights == {"vfl": 2, "box": 3, "giou": 4}
+    assert criterion.weights == {"vfl": 2, "box": 3, "giou": 4, "fgl": 10, "ddf": 11}
+    assert criterion.union
     matcher = criterion.matcher
     assert (matcher.class_cost, matcher.box_cost, matcher.giou_cost) == (5, 6, 7)
     assert (criterion.count, criterion.dense_weight) == (9, 0.5)

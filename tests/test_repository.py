@@ -252,10 +252,12 @@ def test_one_place_a_concept(concept: str, name: str) -> None:
 
 # Named like a part of the Transformer, and none: made of convolutions, or of the core's own parts.
 NO_SECOND_ONES = {
+    "backbones.hgnetv2.AggregationBlock",
     "backbones.layers.ConvNorm",
     "backbones.pyramid.ChannelNorm",
     "backbones.resnet.BasicBlock",
     "classifiers.AttentionPool",
+    "detectors.hybrid_encoder.ChainedFusionBlock",
     "detectors.hybrid_encoder.FusionBlock",
     "detectors.hybrid_encoder.RepVggBlock",
 }

@@ -39,12 +39,13 @@ def edit_header(path: Path, **changes: Any) -> None:
 
 
 def test_names() -> None:
-    rtdetr = ["rtdetr_nano", "rtdetr_r101", "rtdetr_r18", "rtdetr_r34", "rtdetr_r50", "rtdetr_r50_m"]
-    assert list_models("rtdetr*") == rtdetr
+    rtdetr = ["rtdetr_r101", "rtdetr_r18", "rtdetr_r34", "rtdetr_r50", "rtdetr_r50_m"]
+    assert list_models("rtdetr_r*") == rtdetr
+    assert list_models("deimv2_?") == ["deimv2_l", "deimv2_m", "deimv2_n", "deimv2_s", "deimv2_x"]
     assert {"vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"} <= set(list_models())
     assert list_models() == sorted(MODELS)
     assert DETECTORS.keys() | CLASSIFIERS.keys() == MODELS.keys()
-    assert list_models("*r50*") == ["rtdetr_r50", "rtdetr_r50_m"]
+    assert list_models("rtdetr*r50") == ["rtdetr_r50", "rtdetrv2_r50"]
     assert list_models("yolo*") == []
 
 

@@ -148,24 +148,18 @@ def describe(result: Any) -> str:
 
 
 @app.command()
-def models(pattern: Annotated[str, typer.Argument()] = "*", json_path: JsonPath = None) -> None:
-    """List the models and their numbers of parameters (detectors: 80 classes, classifiers: 1000)."""
-    import torch
+def models(
+    pattern: Annotated[str, typer.Argument(help="of the shell's kind, such as 'rtdetr*'")] = "*",
+    json_path: JsonPath = None,
+) -> None:
+    """List the models, their sizes (detectors of 80 classes, classifiers of 1000), and published weights."""
+    from vitdet.zoo.published import describe_models, format_table
 
-    from vitdet.zoo import create_model, is_classifier, list_models
-
-    with torch.device("meta"):
-        sizes = {
-            name: sum(
-                p.numel() for p in create_model(name, num_classes=1000 if is_classifier(name) else 80).parameters()
-            )
-            for name in list_models(pattern)
-        }
+    described = describe_models(pattern)
     if json_path:
-        write_json(sizes, json_path)
+        write_json(described, json_path)
     if json_path != "-":
-        for name, size in sizes.items():
-            print(f" {name:<36} {size / 1e6:>8.2f} M parameters")
+        print(format_table(described))
 
 
 @app.command()

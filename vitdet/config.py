@@ -75,6 +75,23 @@ class DataSection(Section):
         return std
 
 
+class DetectionDataSection(DataSection):
+    """The same, and whether images keep their proportions."""
+
+    longest: int | None = Field(
+        default=None, ge=1,
+        description="keep proportions: size, twice the same, is the shorter side and this the most of the longer; "
+        "batches are padded, and each image draws from sizes",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def shorter_sides(self) -> DetectionDataSection:
+        """A shorter side is one number."""
+        if self.longest is not None and any(h != w or h > self.longest for h, w in (self.size, *self.sizes)):
+            raise ValueError("with longest has sizes that are the shorter side twice, as [800, 800], and at most that")
+        return self
+
+
 class ClassificationDataSection(DataSection):
     """The same, and the geometry of evaluation."""
 
@@ -94,6 +111,7 @@ class AugmentSection(Section):
     vflip: float = Probability
     rotate90: float = Probability
     scale_jitter: tuple[float, float] = Field(default=(1.0, 1.0), description="range of the factor of size")
+    size_crop: float = Field(default=0.0, ge=0, le=1, description="DETR's crop")
     mosaic: float = Probability
     mixup: float = Probability
     strong_until: float = Field(default=0.9, ge=0, le=1, description="share of the epochs")
@@ -169,6 +187,9 @@ class LossSection(Section):
     match_class: float = Field(default=2.0, ge=0)
     match_box: float = Field(default=5.0, ge=0)
     match_giou: float = Field(default=2.0, ge=0)
+    fgl: float = Field(default=0.15, ge=0, description="fine-grained localisation (D-FINE)")
+    ddf: float = Field(default=1.5, ge=0, description="distillation between layers (D-FINE)")
+    union: bool = Field(default=False, description="boxes learn from the matches of all layers together (D-FINE)")
     one_to_many: int = Field(default=8, ge=1, description="queries a target, for dense supervision")
     dense: float = Field(default=1.0, ge=0, description="weight of dense supervision")
 
@@ -231,10 +252,17 @@ class RunConfig(Run):
     """A run that trains a detector."""
 
     task: Literal["detection"] = "detection"
-    data: DataSection
+    data: DetectionDataSection
     augment: AugmentSection = Field(default_factory=AugmentSection)
     loss: LossSection = Field(default_factory=LossSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+
+    @model_validator(mode="after")
+    def of_one_size(self) -> RunConfig:
+        """Blended and composed images must have one size."""
+        if self.data.longest is not None and (self.augment.mosaic or self.augment.mixup):
+            raise ValueError("with data.longest images differ in size: set augment.mosaic and augment.mixup to 0")
+        return self
 
 
 class ClassificationRunConfig(Run):
@@ -337,7 +365,7 @@ def explain(problem: Any, kind: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"{place!r} is missing"
     if problem["type"] == "value_error":
-        return f"{place!r} {problem['ctx']['error']}"
+        return f"{place!r} {problem['ctx']['error']}" if place else str(problem["ctx"]["error"])
     message = problem["msg"]
     if problem["type"] == "model_type":
         message = "should be a section of keys"

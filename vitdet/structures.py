@@ -70,6 +70,8 @@ class Preprocessing:
         interpolation: ``"bilinear"`` or ``"bicubic"``, antialiased.
         crop: None stretches the image to ``size``. A share in (0, 1] keeps its proportions: the image is resized until
             it just covers ``size / crop``, and the middle is cut out, as classifiers are evaluated.
+        longest: keeps the proportions, too, and cuts nothing: the shorter side becomes ``size`` (then a square's), or
+            less where the longer would exceed ``longest``. Images of a batch are padded to a common size (DETR).
     """
 
     size: tuple[int, int]
@@ -77,21 +79,39 @@ class Preprocessing:
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     interpolation: str = "bilinear"
     crop: float | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
+        if self.longest is not None and (
+            self.crop is not None or self.size[0] != self.size[1] or self.longest < self.size[0]
+        ):
+            raise ValueError(
+                "images that keep their proportions have a square size, its side at most longest, and no crop; "
+                f"got size {list(self.size)}, longest {self.longest}, crop {self.crop}"
+            )
         if self.interpolation not in ("bilinear", "bicubic"):
             raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {self.interpolation!r}")
         if self.crop is not None and not 0 < self.crop <= 1:
             raise ValueError(f"crop is the share of the image that is kept, in (0, 1], got {self.crop}")
 
-    def normalize(self, images: Tensor) -> Tensor:
-        """uint8 ``(B, 3, h, w)`` RGB to the float tensor the model takes, channels last: convolutions are faster so."""
+    def normalize(self, images: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """uint8 ``(B, 3, h, w)`` RGB to the float tensor the model takes, channels last: convolutions are faster so.
+
+        What lies beyond ``sizes``, (B, 2) heights and widths on the same device, is padding and becomes 0.
+        """
         images = images.to(torch.float32, memory_format=torch.channels_last, copy=True)
         if self.mean == (0.0, 0.0, 0.0) and self.std == (1.0, 1.0, 1.0):
-            return images.div_(255)
-        # In place and in two passes: on a CPU this takes a third of the time.
-        mean, std = (images.new_tensor(values).mul_(255).view(3, 1, 1) for values in (self.mean, self.std))
-        return images.sub_(mean).div_(std)
+            images.div_(255)
+        else:
+            # In place and in two passes: on a CPU this takes a third of the time.
+            mean, std = (images.new_tensor(values).mul_(255).view(3, 1, 1) for values in (self.mean, self.std))
+            images.sub_(mean).div_(std)
+        if sizes is not None:
+            for axis in (2, 3):
+                place = torch.arange(images.shape[axis], device=images.device)
+                inside = place < sizes[:, axis - 2, None]  # (B, h), then (B, w)
+                images.mul_(inside[:, None, :, None] if axis == 2 else inside[:, None, None, :])
+        return images
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as stored in checkpoints."""
@@ -101,6 +121,7 @@ class Preprocessing:
             "std": list(self.std),
             "interpolation": self.interpolation,
             "crop": self.crop,
+            "longest": self.longest,
         }
 
     @classmethod
@@ -113,6 +134,7 @@ class Preprocessing:
             std=tuple(values["std"]),
             interpolation=str(values.get("interpolation", "bilinear")),
             crop=None if values.get("crop") is None else float(values["crop"]),
+            longest=None if values.get("longest") is None else int(values["longest"]),
         )
 
 
@@ -190,13 +212,41 @@ class ImageTargets:
 
 
 @dataclass
+class EdgeDistributions:
+    """Distributions of the four edges of boxes (D-FINE, arXiv 2410.13842, section 4.1).
+
+    Attributes:
+        logits: (B, Q, 4, N + 1), of the left, top, right and bottom edge over the bins.
+        reference: (B, Q, 4) ``cxcywh`` in [0, 1], without gradient: the boxes from whose edges the bins are told.
+        bins: (N + 1,) rising distances outwards, in the reference box's size over ``scale``. scale: (1,).
+        teacher: (B, Q, 4, N + 1) logits to learn from; None where there are none.
+        confidence: (B, Q) in [0, 1], how much what the teacher says of unmatched queries weighs.
+    """
+
+    logits: Tensor
+    reference: Tensor
+    bins: Tensor
+    scale: Tensor
+    teacher: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def of(self, queries: slice) -> EdgeDistributions:
+        """Those of some of the queries."""
+        teacher = None if self.teacher is None else self.teacher[:, queries]
+        confidence = None if self.confidence is None else self.confidence[:, queries]
+        logits, reference = self.logits[:, queries], self.reference[:, queries]
+        return EdgeDistributions(logits, reference, self.bins, self.scale, teacher, confidence)
+
+
+@dataclass
 class SupervisedOutput:
-    """One prediction that the criterion supervises: logits (B, Q, K) and boxes (B, Q, 4) ``cxcywh`` in [0, 1].
+    """One prediction that the criterion supervises: logits as of the output, boxes (B, Q, 4) ``cxcywh`` in [0, 1].
 
     ``matching`` says how its queries find their targets:
     ``"one_to_one"`` (Hungarian), ``"one_to_many"`` (several queries a target), or ``"given"``: then ``target_index``
     (B, Q) holds each query's target and -1 where it is background (denoising queries know theirs).
     ``groups`` is the number of copies of each target that the queries stand for; the loss is divided by it.
+    ``edges`` are the distributions that the boxes were read off, if they were.
     """
 
     logits: Tensor
@@ -204,6 +254,14 @@ class SupervisedOutput:
     matching: str = "one_to_one"
     target_index: Tensor | None = None
     groups: int = 1
+    edges: EdgeDistributions | None = None
+
+    def of(self, queries: slice) -> SupervisedOutput:
+        """The predictions of some of the queries."""
+        edges = None if self.edges is None else self.edges.of(queries)
+        index = None if self.target_index is None else self.target_index[:, queries]
+        logits, boxes = self.logits[:, queries], self.boxes[:, queries]
+        return SupervisedOutput(logits, boxes, self.matching, index, self.groups, edges)
 
 
 @dataclass
@@ -211,15 +269,22 @@ class DetectorOutput:
     """What every detector returns.
 
     Attributes:
-        logits: (B, Q, K), before the sigmoid.
+        logits: (B, Q, K), before the sigmoid; with ``no_object`` (B, Q, K + 1), before the softmax.
         boxes: (B, Q, 4) ``cxcywh`` in [0, 1].
         supervised: name -> prediction, in training only: the final one and all auxiliary ones (``decoder_0`` …,
             ``encoder``, ``denoising_0`` …). The criterion is one loop over it.
+        no_object: whether the last logit says that there is no object, and the classes exclude one another (DETR).
     """
 
     logits: Tensor
     boxes: Tensor
     supervised: dict[str, SupervisedOutput] = field(default_factory=dict)
+    no_object: bool = False
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return self.logits.shape[-1] - self.no_object
 
 
 def coco_rows(

@@ -50,18 +50,24 @@ def samples(batch: int, queries: int, heads: int, depth: int, points: int) -> tu
     return value, locations, weights
 
 
+def sample(value: Tensor, locations: Tensor, weights: Tensor, **options) -> Tensor:
+    """With as many points in each level."""
+    points = [weights.shape[4]] * len(SHAPES)
+    return sample_levels(value, SHAPES, locations.flatten(3, 4), weights.flatten(3), points=points, **options)
+
+
 def test_sampling_equals_a_plain_loop() -> None:
     value, locations, weights = samples(batch=2, queries=3, heads=2, depth=2, points=4)
     expected = reference(value, locations, weights)
     assert expected.abs().min() > 1e-3
-    torch.testing.assert_close(sample_levels(value, SHAPES, locations, weights), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sample(value, locations, weights), expected, rtol=0, atol=1e-12)
 
 
 def test_sampling_gradients() -> None:
     inputs = samples(batch=1, queries=2, heads=2, depth=1, points=2)
     for one in inputs:
         one.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v, x, w: sample_levels(v, SHAPES, x, w), inputs)
+    assert torch.autograd.gradcheck(sample, inputs)
 
 
 def bare(width: int, heads: int, points: int, levels: int = len(SHAPES)) -> DeformableAttention:
@@ -119,9 +125,9 @@ def test_coordinates_stay_exact_in_bfloat16() -> None:
 def test_sampling_of_bfloat16_maps() -> None:
     value, locations, weights = (one.float() for one in samples(batch=2, queries=5, heads=2, depth=3, points=4))
     coarse, weights = value.bfloat16(), weights / weights.sum((-1, -2), keepdim=True)
-    found = sample_levels(coarse, SHAPES, locations, weights)
+    found = sample(coarse, locations, weights)
     assert found.dtype == torch.bfloat16
-    expected = sample_levels(coarse.float(), SHAPES, locations, weights)
+    expected = sample(coarse.float(), locations, weights)
     torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-4)  # rounded once, at the end
 
 
@@ -194,3 +200,111 @@ def test_starts_as_published() -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match=r"heads must divide the width, got width=10, heads=4"):
         DeformableAttention(10, 4, levels=1, points=1)
+
+
+def test_levels_have_their_own_number_of_points() -> None:
+    """Points of weight 0 are as good as none."""
+    value, locations, weights = samples(batch=2, queries=3, heads=2, depth=2, points=4)
+    counts = [3, 1, 4]
+    kept = torch.cat([torch.arange(4) < count for count in counts])  # (S·P,)
+    weights = weights * kept.view(len(SHAPES), 4)
+    few = sample_levels(
+        value, SHAPES, locations.flatten(3, 4)[..., kept, :], weights.flatten(3)[..., kept], points=counts
+    )
+    torch.testing.assert_close(few, sample(value, locations, weights), rtol=0, atol=1e-12)
+
+
+def test_discrete_sampling_equals_a_plain_loop() -> None:
+    """The maps are not square, and some locations lie outside."""
+    value, locations, weights = samples(batch=2, queries=3, heads=2, depth=2, points=4)
+    expected = torch.zeros(2, 3, 4, dtype=torch.float64)
+    starts = [0, 15, 19]
+    for b, q, h, s, p in torch.cartesian_prod(*map(torch.arange, (2, 3, 2, 3, 4))).tolist():
+        height, width = SHAPES[s]
+        x, y = locations[b, q, h, s, p].tolist()
+        column = min(max(math.floor(x * width + 0.5), 0), width - 1)
+        row = min(max(math.floor(y * height + 0.5), 0), height - 1)
+        cell = value[b, starts[s] + row * width + column, h]  # (D,)
+        expected[b, q, 2 * h : 2 * h + 2] += weights[b, q, h, s, p] * cell
+    torch.testing.assert_close(sample(value, locations, weights, sampling="discrete"), expected, rtol=0, atol=1e-12)
+
+
+def test_discrete_sampling_leaves_the_offsets() -> None:
+    module = DeformableAttention(8, 2, levels=3, points=2, sampling="discrete")
+    boxes = torch.rand(1, 4, 4)
+    module(torch.randn(1, 4, 8), torch.randn(1, TOKENS, 8), reference_boxes=boxes, shapes=SHAPES).sum().backward()
+    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in module.named_parameters() if not name.startswith("offsets.")}
+
+
+def test_reach_is_a_share_of_the_box() -> None:
+    found = []
+    for reach in (0.5, 1.0):
+        module = DeformableAttention(2, 1, levels=1, points=1, reach=reach, project=False)
+        with torch.no_grad():
+            module.offsets.bias.copy_(torch.tensor([1.0, -1.0]))
+        boxes = torch.tensor([[[0.5, 0.5, 0.2, 0.4]]])
+        memory = coordinates([(20, 20)])
+        found.append(module(torch.zeros(1, 1, 2), memory, reference_boxes=boxes, shapes=[(20, 20)]))
+    torch.testing.assert_close(torch.cat(found), torch.tensor([[[0.6, 0.3]], [[0.7, 0.1]]]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["default", "discrete"])
+def test_equal_to_the_module_of_version_2(method: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    from transformers.models.rt_detr_v2.modeling_rt_detr_v2 import RTDetrV2MultiscaleDeformableAttention
+
+    config = transformers.RTDetrV2Config(
+        d_model=32, decoder_attention_heads=4, decoder_n_levels=3, decoder_n_points=2, decoder_method=method
+    )
+    theirs = RTDetrV2MultiscaleDeformableAttention(config)
+    sampling = {"default": "bilinear", "discrete": "discrete"}[method]
+    ours = DeformableAttention(32, 4, levels=3, points=2, sampling=sampling)
+    names = {"offsets": "sampling_offsets", "weights": "attention_weights", "value": "value_proj", "out": "output_proj"}
+    share_values(ours, theirs, names)
+    tokens, pos, memory = torch.randn(2, 7, 32), torch.randn(2, 7, 32), torch.randn(2, TOKENS, 32)
+    boxes = torch.rand(2, 7, 4)
+    expected, _ = theirs(
+        tokens, encoder_hidden_states=memory, position_embeddings=pos, reference_points=boxes[:, :, None],
+        spatial_shapes=torch.tensor(SHAPES), spatial_shapes_list=SHAPES,
+    )  # fmt: skip
+    found = ours(tokens, memory, reference_boxes=boxes, shapes=SHAPES, query_pos=pos)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_equal_to_the_module_of_dfine() -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+    from transformers.models.d_fine.modeling_d_fine import DFineMultiscaleDeformableAttention
+
+    config = transformers.DFineConfig(
+        d_model=32, decoder_attention_heads=4, num_feature_levels=3, decoder_n_points=[3, 6, 3]
+    )
+    theirs = DFineMultiscaleDeformableAttention(config)
+    ours = DeformableAttention(32, 4, levels=3, points=(3, 6, 3), project=False)
+    share_values(ours, theirs, {"offsets": "sampling_offsets", "weights": "attention_weights"})
+    tokens, memory, boxes = torch.randn(2, 7, 32), torch.randn(2, TOKENS, 32), torch.rand(2, 7, 4)
+    expected, _ = theirs(
+        tokens, encoder_hidden_states=memory, reference_points=boxes[:, :, None], spatial_shapes=torch.tensor(SHAPES),
+        spatial_shapes_list=SHAPES,
+    )  # fmt: skip
+    found = ours(tokens, memory, reference_boxes=boxes, shapes=SHAPES)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def share_values(ours: nn.Module, theirs: nn.Module, names: dict[str, str]) -> None:
+    """Random values for both."""
+    for mine, other in names.items():
+        layer = getattr(ours, mine)
+        nn.init.normal_(layer.weight, std=0.2)
+        nn.init.normal_(layer.bias)
+        getattr(theirs, other).load_state_dict(layer.state_dict())
+
+
+def test_points_and_sampling_must_make_sense() -> None:
+    with pytest.raises(ValueError, match=r"one for each of the 3 levels, at least 1; got \[4, 4\]"):
+        DeformableAttention(8, 2, levels=3, points=(4, 4))
+    with pytest.raises(ValueError, match=r"at least 1; got \[0, 0\]"):
+        DeformableAttention(8, 2, levels=2, points=0)
+    with pytest.raises(ValueError, match=r"unknown sampling 'nearest'; use one of \['bilinear', 'discrete'\]"):
+        DeformableAttention(8, 2, levels=2, points=4, sampling="nearest")

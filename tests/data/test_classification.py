@@ -44,7 +44,7 @@ def test_an_evaluation_sample(data: ClassificationSet) -> None:
     dataset = ClassificationDataset(data, transform=EVAL)
     image, target = dataset[KEY]
     assert len(dataset) == 6
-    assert np.array_equal(image, resize(decode_image(data.paths[2]), (16, 16)))
+    assert np.array_equal(image, resize(decode_image(data.paths[2]), (16, 16), exact=True))
     assert target == {"label": 0, "index": 2}
     assert dataset[KEY._replace(index=3)][1] == {"label": 1, "index": 3}
 

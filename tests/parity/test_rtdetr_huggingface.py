@@ -11,17 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from tests.parity.random_detectors import load_theirs, random_images, theirs_in_our_order, with_random_values
 from vitdet.detectors.rtdetr import RTDETR, rtdetr_r18, rtdetr_r50
 from vitdet.errors import UserError
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
-from vitdet.structures import DetectorOutput, Targets
-from vitdet.weights.files import read_state
-from vitdet.weights.rtdetr import HUGGINGFACE_RULES, convert
-from vitdet.weights.rules import LoadReport, convert_state_dict, load_strict
+from vitdet.structures import Targets
+from vitdet.weights.rtdetr import HUGGINGFACE_RULES
+from vitdet.weights.rules import convert_state_dict
 
 transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
 
@@ -51,65 +50,6 @@ def reference_r50(**options) -> nn.Module:
     """Their model with its default numbers, the published R50's."""
     config = transformers.RTDetrConfig(num_labels=80, **options)
     return with_random_values(transformers.RTDetrForObjectDetection(config))
-
-
-def with_random_values(model: nn.Module) -> nn.Module:
-    """Give every parameter and statistic a value that matters, at a size that keeps activations near 1."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(like: Tensor, std: float) -> Tensor:
-        return std * torch.randn(like.shape, generator=generator)
-
-    def uniform(like: Tensor, low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(like.shape, generator=generator)
-
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            if name.endswith("num_batches_tracked"):
-                continue
-            if name.endswith("running_var"):
-                value.copy_(uniform(value, 1, 3))
-            elif name.endswith("running_mean"):
-                value.copy_(normal(value, 0.1))
-            elif value.ndim > 1:
-                fan_in = value[0].numel()
-                scale = 0.1 if "sampling_offsets" in name else 1.0  # or points leave the image
-                value.copy_(normal(value, scale * (2 / fan_in if value.ndim == 4 else 1 / fan_in) ** 0.5))
-            elif name.endswith("weight"):
-                value.copy_(uniform(value, 0.5, 1.5))
-            else:
-                value.add_(normal(value, 0.1))  # keeps the prior of the scores and the pattern of the sampling points
-    return model
-
-
-def load_theirs(model: nn.Module, folder: Path, *, allow_reshaped: tuple[str, ...] = ()) -> LoadReport:
-    """What ``save_pretrained`` wrote into a model of ours, which may have been built without denoising queries."""
-    without = () if model.denoising is not None else ("denoising.*",)
-    state = convert(read_state(folder / "model.safetensors"))
-    return load_strict(
-        model, state, allow_missing=("*.num_batches_tracked", "denoising.*"), allow_unexpected=without,
-        allow_reshaped=allow_reshaped,
-    )  # fmt: skip
-
-
-def random_images(batch: int, height: int, width: int) -> Tensor:
-    """Noise at several scales: tokens must differ from one another for the selection among them to be one."""
-    generator = torch.Generator().manual_seed(1)
-    layers = [torch.rand(batch, 3, cells, cells, generator=generator) for cells in (3, 7, 20, 90)]
-    return torch.stack([F.interpolate(one, (height, width), mode="bilinear") for one in layers]).mean(0)
-
-
-def theirs_in_our_order(logits: Tensor, boxes: Tensor, ours: DetectorOutput) -> tuple[Tensor, Tensor]:
-    """Reorder queries whose selection scores tie in float32; the decoder doesn't know their order.
-
-    Each of ours takes the nearest of theirs, and none may be taken twice.
-    """
-    mine, other = torch.cat([ours.logits, ours.boxes], -1), torch.cat([logits, boxes], -1)
-    nearest = torch.cdist(mine, other, p=float("inf")).argmin(-1)  # (B, Q)
-    for row in nearest:
-        assert len(row.unique()) == len(row), "two of our queries are nearest to the same one of theirs"
-    rows = torch.arange(len(nearest))[:, None]
-    return logits[rows, nearest], boxes[rows, nearest]
 
 
 @pytest.mark.parametrize(

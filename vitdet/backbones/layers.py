@@ -9,20 +9,39 @@ from torchvision.ops import FrozenBatchNorm2d
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, "none": nn.Identity}
 
 
+class LearnableAffine(nn.Module):
+    """One learnt factor and one learnt shift for all values (HGNetV2's LAB); starts as the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """(B, C, h, w) to the same."""
+        return maps * self.scale + self.bias
+
+
 class ConvNorm(nn.Module):
-    """Bias-free convolution padded to keep the size (over the stride), batch norm, activation."""
+    """Bias-free convolution padded to keep the size (over the stride), batch norm, activation.
+
+    A :class:`LearnableAffine` follows where ``affine``.
+    """
 
     def __init__(
-        self, width_in: int, width_out: int, kernel: int, *, stride: int = 1, groups: int = 1, activation: str = "none"
-    ) -> None:
+        self, width_in: int, width_out: int, kernel: int, *, stride: int = 1, groups: int = 1, dilation: int = 1,
+        activation: str = "none", affine: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.conv = nn.Conv2d(width_in, width_out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+        self.conv = nn.Conv2d(
+            width_in, width_out, kernel, stride, dilation * (kernel - 1) // 2, dilation, groups, bias=False
+        )
         self.norm = nn.BatchNorm2d(width_out)
         self.activation = ACTIVATIONS[activation]()
+        self.affine = LearnableAffine() if affine else nn.Identity()
 
     def forward(self, maps: Tensor) -> Tensor:
         """(B, C_in, h, w) to (B, C_out, ⌈h/stride⌉, ⌈w/stride⌉)."""
-        return self.activation(self.norm(self.conv(maps)))
+        return self.affine(self.activation(self.norm(self.conv(maps))))
 
 
 def dense_gradient(maps: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ def evaluate_source(
         return classification.build_evaluation(images, loader, device=target)(module)
     data = detection.read_split(root, split)
     check_class_map(metadata, data.class_map.names, data.root)
-    loader = detection.build_eval_loader(
-        data, size=metadata.preprocessing.size, batch=batch, workers=workers, cache=False
-    )
+    loader = detection.build_eval_loader(data, metadata.preprocessing, batch=batch, workers=workers, cache=False)
     return detection.build_evaluation(data, loader, backend=backend, top_k=top_k, device=target)(module)
 
 

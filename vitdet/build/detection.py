@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from vitdet.build.parts import Parts, build_model
 from vitdet.config import AugmentSection, LossSection, RunConfig
 from vitdet.data.detection import DetectionDataset
 from vitdet.data.formats import read_detection_set
-from vitdet.data.loaders import EpochBatchSampler, Loader, make_loader
+from vitdet.data.loaders import EpochBatchSampler, Loader, collate, make_loader
 from vitdet.data.records import DetectionSet
 from vitdet.data.transforms import EvalTransform, TrainTransform
 from vitdet.detectors.postprocess import postprocess
@@ -23,7 +25,8 @@ from vitdet.errors import UserError, some
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
-from vitdet.structures import Preprocessing, Targets, coco_rows
+from vitdet.structures import ClassMap, Preprocessing, Targets, coco_rows
+from vitdet.weights.classes import NO_CLASS
 
 
 def read_split(root: str | Path, split: str) -> DetectionSet:
@@ -43,37 +46,49 @@ def build_criterion(loss: LossSection) -> Criterion:
     matcher = HungarianMatcher(class_cost=loss.match_class, box_cost=loss.match_box, giou_cost=loss.match_giou)
     return Criterion(
         matcher=matcher, vfl_weight=loss.vfl, box_weight=loss.box, giou_weight=loss.giou,
-        one_to_many=loss.one_to_many, dense_weight=loss.dense,
+        one_to_many=loss.one_to_many, dense_weight=loss.dense, fgl_weight=loss.fgl, ddf_weight=loss.ddf,
+        union=loss.union,
     )  # fmt: skip
 
 
 def build_train_loader(config: RunConfig, data: DetectionSet, device: torch.device) -> tuple[Loader, EpochBatchSampler]:
     """The loader of the training split and its sampler."""
     augment: AugmentSection = config.augment
+    longest = config.data.longest  # then each image draws its own size, and the batch is padded
     transform = TrainTransform(
         photometric=augment.photometric, zoom_out=augment.zoom_out, iou_crop=augment.iou_crop, hflip=augment.hflip,
-        vflip=augment.vflip, rotate90=augment.rotate90, scale_jitter=augment.scale_jitter,
+        vflip=augment.vflip, rotate90=augment.rotate90, scale_jitter=augment.scale_jitter, size_crop=augment.size_crop,
+        longest=longest, shorter=[size[0] for size in config.data.sizes] if longest else (),
     )  # fmt: skip
     dataset = DetectionDataset(
         data, transform=transform, mosaic=augment.mosaic, mixup=augment.mixup, seed=config.seed, cache=config.data.cache
     )
     sampler = EpochBatchSampler(
         length=len(dataset), batch_size=config.train.batch, seed=config.seed,
-        sizes=config.data.sizes or [config.data.size], strong_until=round(augment.strong_until * config.train.epochs),
+        sizes=[config.data.size] if longest else config.data.sizes or [config.data.size], strong_until=round(augment.strong_until * config.train.epochs),
         rank=distributed.rank(), world_size=distributed.world_size(),
     )  # fmt: skip
-    workers = config.data.workers
-    return make_loader(dataset, batch_sampler=sampler, workers=workers, pin_memory=device.type == "cuda"), sampler
+    loader = make_loader(
+        dataset, batch_sampler=sampler, workers=config.data.workers, pin_memory=device.type == "cuda",
+        collate=partial(collate, pad=longest is not None),
+    )  # fmt: skip
+    return loader, sampler
 
 
-def build_eval_loader(data: DetectionSet, *, size: tuple[int, int], batch: int, workers: int, cache: bool) -> Loader:
+def build_eval_loader(
+    data: DetectionSet, preprocessing: Preprocessing, *, batch: int, workers: int, cache: bool
+) -> Loader:
     """A loader over a whole split in order, resized only; several processes share it."""
-    dataset = DetectionDataset(data, transform=EvalTransform(), cache=cache)
+    longest = preprocessing.longest
+    dataset = DetectionDataset(data, transform=EvalTransform(longest=longest), cache=cache)
     sampler = EpochBatchSampler(
-        length=len(dataset), batch_size=batch, seed=0, sizes=[size], shuffle=False, drop_last=False,
+        length=len(dataset), batch_size=batch, seed=0, sizes=[preprocessing.size], shuffle=False, drop_last=False,
         rank=distributed.rank(), world_size=distributed.world_size(),
     )  # fmt: skip
-    return make_loader(dataset, batch_sampler=sampler, workers=workers, pin_memory=torch.cuda.is_available())
+    return make_loader(
+        dataset, batch_sampler=sampler, workers=workers, pin_memory=torch.cuda.is_available(),
+        collate=partial(collate, pad=longest is not None),
+    )  # fmt: skip
 
 
 def build_evaluation(
@@ -90,11 +105,17 @@ def build_evaluation(
         training = model.training
         model.eval()
         rows: list[dict[str, Any]] = []
+        data_labels = labels_in_data(model.metadata.class_map, data.class_map)  # type: ignore[union-attr]
         for batch in progress(loader, total=len(loader), title="evaluation", show=distributed.rank() == 0):
-            images = preprocessing.normalize(batch["images"].to(device))
-            found = postprocess(model(images), batch["orig_sizes"], top_k=top_k)
+            padding = {} if "sizes" not in batch else {"sizes": batch["sizes"].to(device)}
+            images = preprocessing.normalize(batch["images"].to(device), **padding)
+            found = postprocess(model(images, **padding), batch["orig_sizes"], top_k=top_k)
             for image_id, (boxes, scores, labels) in zip(batch["image_ids"], found, strict=True):
-                rows += coco_rows(boxes, scores, labels, image_id=image_id, class_map=data.class_map)
+                labels = data_labels[labels]
+                known = labels >= 0
+                rows += coco_rows(
+                    boxes[known], scores[known], labels[known], image_id=image_id, class_map=data.class_map
+                )
         model.train(training)
         rows = distributed.gather_lists(rows)
         if distributed.rank():
@@ -106,9 +127,18 @@ def build_evaluation(
     return evaluate
 
 
-def detect(model: nn.Module, images: Tensor, targets: Targets) -> Any:
-    """A detector sees the targets in training, for its denoising queries."""
-    return model(images, targets)
+def labels_in_data(model: ClassMap, data: ClassMap) -> Tensor:
+    """(K,) int64: the data set's label of each of the model's classes, in their order; -1 for ids that nothing has."""
+    count = itertools.count()
+    labels = torch.tensor([-1 if name == NO_CLASS else next(count) for name in model.names])
+    if int(labels.max()) + 1 != len(data):
+        raise ValueError(f"the model knows {int(labels.max()) + 1} classes and the data has {len(data)}")
+    return labels
+
+
+def detect(model: nn.Module, images: Tensor, targets: Targets, **padding: Tensor) -> Any:
+    """A detector sees the targets in training, for its denoising queries, and the sizes of padded images."""
+    return model(images, targets, **padding)
 
 
 def assemble(config: RunConfig, device: torch.device) -> Parts:
@@ -124,10 +154,11 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     if shared and distributed.rank() == 0:
         say(f"note: {len(shared)} images are in both splits of {config.data.root}: the AP will look too good")
     own = {key: value for key in ("mean", "std") if (value := getattr(config.data, key))}
-    model = build_model(config, train_data.class_map, Preprocessing(size=config.data.size, **own))
+    preprocessing = Preprocessing(size=config.data.size, longest=config.data.longest, **own)
+    model = build_model(config, train_data.class_map, preprocessing)
     loader, sampler = build_train_loader(config, train_data, device)
     val_loader = build_eval_loader(
-        val_data, size=config.data.size, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache
+        val_data, preprocessing, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache
     )
     return Parts(
         model=model, forward=detect, criterion=build_criterion(config.loss), loader=loader, sampler=sampler,

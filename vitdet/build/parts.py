@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vitdet.engine.logging import say
 from vitdet.engine.schedules import rate_multiplier, warmup_steps
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
+from vitdet.weights.classes import NO_CLASS
 from vitdet.weights.rules import load_strict
 
 
@@ -32,7 +33,7 @@ class Parts:
     """
 
     model: nn.Module
-    forward: Callable[[nn.Module, Tensor, Any], Any]
+    forward: Callable[..., Any]
     criterion: nn.Module
     loader: Loader
     sampler: EpochBatchSampler
@@ -67,12 +68,10 @@ def build_model(config: AnyRunConfig, class_map: ClassMap, preprocessing: Prepro
     )
     if config.model.weights:
         theirs = start_from(model, config.model.weights, config.model.name, class_map)
-        metadata.preprocessing = Preprocessing(
-            size=preprocessing.size,
+        metadata.preprocessing = replace(
+            preprocessing,
             mean=config.data.mean or theirs.preprocessing.mean,
             std=config.data.std or theirs.preprocessing.std,
-            interpolation=preprocessing.interpolation,
-            crop=preprocessing.crop,
         )
     model.metadata = metadata  # type: ignore[assignment]
     return model
@@ -132,8 +131,8 @@ def check_same_model(source: str, name: str) -> None:
 
 
 def check_class_map(metadata: ModelMetadata, names: Sequence[str], root: object) -> None:
-    """A model is measured only on its own classes."""
-    ours = list(metadata.class_map.names)
+    """A model is measured only on its own classes; ids that nothing has are no classes."""
+    ours = [name for name in metadata.class_map.names if name != NO_CLASS]
     if ours != list(names):
         raise UserError(
             f"the model knows the classes {some(ours)} but {root} has {some(names)}; "

@@ -77,6 +77,30 @@ class Residual(nn.Module):
         return self.norm(tokens) if self.placement == "post" else tokens
 
 
+class GatedResidual(nn.Module):
+    """``x`` and a branch ``f`` of it, mixed by gates that both of them set (D-FINE, arXiv 2410.13842, section 4.3).
+
+    norm(g · x + g' · f(x)), one gate a channel. They start half open, whatever the tokens.
+
+    Args:
+        width: C. norm, norm_eps: see :func:`make_norm`. dropout: of the branch.
+    """
+
+    def __init__(self, width: int, *, norm: str = "layer", norm_eps: float = 1e-5, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2 * width, 2 * width)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+        self.norm = make_norm(norm, width, eps=norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """(B, N, C) to the same."""
+        change = self.dropout(branch(tokens))
+        keep, take = self.gate(torch.cat([tokens, change], dim=-1)).sigmoid().chunk(2, dim=-1)
+        return self.norm(keep * tokens + take * change)
+
+
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward.
 
@@ -116,20 +140,22 @@ class DecoderBlock(nn.Module):
 
     The cross-attention is injected: any module called as ``cross(tokens, memory, query_pos=…, **context)``, so that
     dense (:class:`Attention`) and deformable (:class:`DeformableAttention`) attention share this block.
-    ``attention`` is the self-attention, as in :class:`EncoderBlock`, whose are the other arguments, too.
+    ``cross_residual`` joins it with the tokens: a :class:`Residual` like the others' where not given, or a
+    :class:`GatedResidual`. ``attention`` is the self-attention, as in :class:`EncoderBlock`, whose are the other
+    arguments, too.
     """
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, cross_attention: nn.Module, activation: str = "relu",
         placement: str = "post", norm: str = "layer", norm_eps: float = 1e-5, dropout: float = 0.0, bias: bool = True,
-        attention: nn.Module | None = None,
+        attention: nn.Module | None = None, cross_residual: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         around: dict[str, Any] = {"placement": placement, "norm": norm, "norm_eps": norm_eps, "dropout": dropout}
         self.self_attention = Attention(width, heads, bias=bias, dropout=dropout) if attention is None else attention
         self.self_attention_residual = Residual(width, **around)
         self.cross_attention = cross_attention
-        self.cross_attention_residual = Residual(width, **around)
+        self.cross_attention_residual = Residual(width, **around) if cross_residual is None else cross_residual
         self.feed_forward = FeedForward(width, hidden, activation=activation, bias=bias, dropout=dropout)
         self.feed_forward_residual = Residual(width, **around)
 

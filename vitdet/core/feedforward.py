@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
@@ -42,13 +41,17 @@ class FeedForward(nn.Module):
 
 
 class MLP(nn.Module):
-    """``layers`` linear layers with ReLU between them: DETR's box head and query-position head.
+    """``layers`` linear layers with ReLU, or another ``activation``, between them: DETR's box head and position head.
 
     The last has no bias without ``out_bias``.
     """
 
-    def __init__(self, width_in: int, hidden: int, width_out: int, *, layers: int, out_bias: bool = True) -> None:
+    def __init__(
+        self, width_in: int, hidden: int, width_out: int, *, layers: int, out_bias: bool = True,
+        activation: str = "relu",
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.activation = ACTIVATIONS[activation]()
         widths = [width_in, *[hidden] * (layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.layers.append(nn.Linear(widths[-1], width_out, bias=out_bias))
@@ -56,5 +59,5 @@ class MLP(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """(…, width_in) to (…, width_out)."""
         for layer in self.layers[:-1]:
-            inputs = F.relu(layer(inputs))
+            inputs = self.activation(layer(inputs))
         return self.layers[-1](inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -25,6 +26,15 @@ def sliding_window_mask(queries: int, memory: int, window: int, *, device: torch
 def padding_mask(real: Tensor) -> Tensor:
     """(B, 1, 1, M) from (B, M), which is False where a sequence is only filled up: that is seen by nobody."""
     return real[:, None, None]
+
+
+def valid_cells(lengths: Tensor, length: int, cells: int) -> Tensor:
+    """(B, cells) from (B,) lengths of images padded to ``length`` pixels: which rows or columns of a map are theirs.
+
+    A cell is judged by the pixel at its beginning, nearest interpolation's, as DETR does.
+    """
+    inside = torch.arange(length, device=lengths.device) < lengths[:, None]  # (B, length)
+    return F.interpolate(inside[None].float(), size=cells)[0].bool()
 
 
 def group_mask(group_of_token: Tensor, *, shared_group: int) -> Tensor:

@@ -37,9 +37,13 @@ def geometric_angles(
     start: int, length: int, count: int, *, temperature: float, device: torch.device | str | None
 ) -> Tensor:
     """(N, count): positions start, start + 1, … times the frequencies 1 … 1/T, geometrically spaced."""
-    dtype = exact_dtype(device)
-    frequencies = temperature ** -(torch.arange(count, dtype=dtype, device=device) / count)
-    return torch.arange(start, start + length, dtype=dtype, device=device)[:, None] * frequencies
+    place = torch.arange(start, start + length, dtype=exact_dtype(device), device=device)
+    return place[:, None] * geometric_frequencies(count, temperature=temperature, device=device)
+
+
+def geometric_frequencies(count: int, *, temperature: float, device: torch.device | str | None) -> Tensor:
+    """(count,): 1 … nearly 1/T, geometrically spaced."""
+    return temperature ** -(torch.arange(count, dtype=exact_dtype(device), device=device) / count)
 
 
 def sinusoidal_2d(
@@ -64,6 +68,33 @@ def sinusoidal_2d(
     by_row = torch.cat([rows.sin(), rows.cos()], dim=-1)[:, None].expand(height, width, -1)
     by_column = torch.cat([columns.sin(), columns.cos()], dim=-1)[None].expand(height, width, -1)
     return torch.cat([by_row, by_column], dim=-1).flatten(0, 1).to(torch.float32)  # (h·w, C)
+
+
+def sinusoidal_shares(rows: Tensor, columns: Tensor, channels: int, *, temperature: float = 10000.0) -> Tensor:
+    """DETR's positions (arXiv 2005.12872, section 3.2): sines and cosines of the share of the image before a place.
+
+    Rows and columns are counted from 1 and divided by how many of them the image has, so that 2π stands at its lower
+    and right edge whatever its size; padding counts for nothing. The channels are [y | x], each sine, cosine in turn.
+
+    Args:
+        rows, columns: (B, h) and (B, w) bool: which are within the image; these come first.
+        channels: C, divisible by 4.
+
+    Returns:
+        (B, h·w, C) float32.
+    """
+    if channels % 4:
+        raise ValueError(f"2-D sinusoidal positions need channels divisible by 4, got {channels}")
+    height, width = rows.shape[1], columns.shape[1]
+    frequencies = geometric_frequencies(channels // 4, temperature=temperature, device=rows.device)
+    parts = []
+    for valid in (rows, columns):
+        place = valid.cumsum(1, dtype=frequencies.dtype)  # (B, n)
+        angles = (2 * math.pi * place / (place[:, -1:] + 1e-6))[..., None] * frequencies  # (B, n, C/4)
+        parts.append(torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(2))  # (B, n, C/2)
+    by_row = parts[0][:, :, None].expand(-1, -1, width, -1)
+    by_column = parts[1][:, None].expand(-1, height, -1, -1)
+    return torch.cat([by_row, by_column], dim=-1).flatten(1, 2).to(torch.float32)  # (B, h·w, C)
 
 
 class Rotation(NamedTuple):
@@ -106,7 +137,7 @@ def rotary_2d(
     if head_width % 4:
         raise ValueError(f"2-D rotary positions need a head width divisible by 4, got {head_width}")
     dtype, count = exact_dtype(device), head_width // 4
-    frequencies = 2 * math.pi * temperature ** -(torch.arange(count, dtype=dtype, device=device) / count)
+    frequencies = 2 * math.pi * geometric_frequencies(count, temperature=temperature, device=device)
     rows, columns = ((torch.arange(n, dtype=dtype, device=device) + 0.5) / n * 2 - 1 for n in (height, width))
     by_row = (rows[:, None] * frequencies)[:, None].expand(height, width, count)
     by_column = (columns[:, None] * frequencies)[None].expand(height, width, count)

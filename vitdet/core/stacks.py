@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,20 @@ from vitdet.core.cache import KeyValueCache
 def drop_path_rates(rate: float, layers: int) -> list[float]:
     """Stochastic depth's rate for each layer, from 0 in the first to ``rate`` in the last (arXiv 1603.09382, eq. 4)."""
     return [rate * index / max(layers - 1, 1) for index in range(layers)]
+
+
+def run_with_taps(
+    blocks: nn.ModuleList, tokens: Tensor, layers: Sequence[int], *, norm: nn.Module,
+    step: Callable[[nn.Module, Tensor], Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Run ``tokens = step(block, tokens)`` as far as needed; what comes out of some layers, normed, in their order."""
+    wanted = [range(len(blocks))[layer] for layer in layers]
+    found: dict[int, Tensor] = {}
+    for index, block in enumerate(blocks[: max(wanted) + 1]):
+        tokens = step(block, tokens)
+        if index in wanted:
+            found[index] = norm(tokens)
+    return [found[index] for index in wanted]
 
 
 class EncoderStack(nn.Module):
@@ -36,13 +50,7 @@ class EncoderStack(nn.Module):
 
     def taps(self, tokens: Tensor, layers: Sequence[int], **context: Any) -> list[Tensor]:
         """What comes out of some layers (0 is the first, -1 the last), each normed, in the order of ``layers``."""
-        wanted = [range(len(self.layers))[layer] for layer in layers]
-        found: dict[int, Tensor] = {}
-        for index, block in enumerate(self.layers[: max(wanted) + 1]):
-            tokens = block(tokens, **context)
-            if index in wanted:
-                found[index] = self.norm(tokens)
-        return [found[index] for index in wanted]
+        return run_with_taps(self.layers, tokens, layers, norm=self.norm, step=lambda block, x: block(x, **context))
 
 
 class DecoderStack(nn.Module):
@@ -75,3 +83,14 @@ class DecoderStack(nn.Module):
                 mine, theirs = caches[index]
                 tokens = block(tokens, memory, context={**context, "cache": theirs}, cache=mine, **own)
         return self.norm(tokens)
+
+    def taps(
+        self, tokens: Tensor, memory: Tensor, layers: Sequence[int], *, context: Mapping[str, Any] | None = None,
+        **own: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        """What comes out of some layers, see :meth:`EncoderStack.taps`; other arguments as for :meth:`forward`."""
+
+        def step(block: nn.Module, x: Tensor) -> Tensor:
+            return block(x, memory, context=context, **own)
+
+        return run_with_taps(self.layers, tokens, layers, norm=self.norm, step=step)

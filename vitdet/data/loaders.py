@@ -128,18 +128,22 @@ class EpochBatchSampler:
         return self.sizes[np.random.default_rng([self.seed, epoch, batch]).integers(len(self.sizes))]
 
 
-def collate(samples: list[tuple[np.ndarray, dict[str, Any]]]) -> dict[str, Any]:
-    """Detection samples of one size to a batch.
+def collate(samples: list[tuple[np.ndarray, dict[str, Any]]], *, pad: bool = False) -> dict[str, Any]:
+    """Detection samples to a batch; with ``pad`` their sizes may differ, see :func:`stack_images`.
 
     Returns:
-        ``images`` (B, 3, h, w) uint8 RGB, ``targets`` (:class:`Targets`, ``cxcywh`` in [0, 1]), ``image_ids`` (a list),
-        ``orig_sizes`` (B, 2) int64 (height, width).
+        ``images`` (B, 3, h, w) uint8 RGB, ``targets`` (:class:`Targets`, ``cxcywh`` in [0, 1], shares of each image
+        without its padding), ``image_ids`` (a list), ``orig_sizes`` (B, 2) int64 (height, width); and ``sizes`` of the
+        images, the same, where any was padded.
     """
-    height, width = samples[0][0].shape[:2]
-    scale = torch.tensor([width, height, width, height], dtype=torch.float32)
-    boxes = [box_ops.xyxy_to_cxcywh(torch.from_numpy(target["boxes"]) / scale) for _, target in samples]
-    return {
-        "images": _stack([image for image, _ in samples]),
+    boxes = []
+    for image, target in samples:
+        height, width = image.shape[:2]
+        scale = torch.tensor([width, height, width, height], dtype=torch.float32)
+        boxes.append(box_ops.xyxy_to_cxcywh(torch.from_numpy(target["boxes"]) / scale))
+    images, sizes = stack_images([image for image, _ in samples], pad=pad)
+    return ({} if sizes is None else {"sizes": sizes}) | {
+        "images": images,
         "targets": Targets.from_lists(boxes, [torch.from_numpy(target["labels"]) for _, target in samples]),
         "image_ids": [target["image_id"] for _, target in samples],
         "orig_sizes": torch.tensor([target["orig_size"] for _, target in samples], dtype=torch.int64),
@@ -155,22 +159,30 @@ def collate_images(samples: list[tuple[np.ndarray, dict[str, Any]]], *, num_clas
     """
     labels = torch.tensor([target["label"] for _, target in samples], dtype=torch.int64)
     return {
-        "images": _stack([image for image, _ in samples]),
+        "images": stack_images([image for image, _ in samples])[0],
         "targets": ImageTargets.from_labels(labels, num_classes),
         "labels": labels,
         "indices": [target["index"] for _, target in samples],
     }
 
 
-def _stack(images: list[np.ndarray]) -> torch.Tensor:
-    """B images (h, w, 3) uint8 of one size as (B, 3, h, w)."""
-    height, width = images[0].shape[:2]
-    batch = torch.empty(len(images), 3, height, width, dtype=torch.uint8)
-    for planes, image in zip(batch.numpy(), images, strict=True):
-        if image.shape[:2] != (height, width):
-            raise ValueError(f"images of a batch must have one size, got {(height, width)} and {image.shape[:2]}")
-        cv2.split(image, list(planes))  # writes in place; a strided copy by numpy or torch is twenty times slower
-    return batch
+def stack_images(images: list[np.ndarray], *, pad: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """B images (h, w, 3) uint8 of one size as (B, 3, h, w).
+
+    With ``pad`` they may differ in size: what lies to the right of them and below is 0, and their (B, 2) int64 heights
+    and widths come second; None where all have one size.
+    """
+    shapes = [image.shape[:2] for image in images]
+    if len(set(shapes)) > 1 and not pad:
+        other = next(shape for shape in shapes if shape != shapes[0])
+        raise ValueError(f"images of a batch must have one size, got {shapes[0]} and {other}")
+    padded = len(set(shapes)) > 1
+    make = torch.zeros if padded else torch.empty
+    batch = make(len(images), 3, max(h for h, _ in shapes), max(w for _, w in shapes), dtype=torch.uint8)
+    for planes, image, (height, width) in zip(batch.numpy(), images, shapes, strict=True):
+        # Writes in place; a strided copy by numpy or torch is twenty times slower.
+        cv2.split(image, [plane[:height, :width] for plane in planes])
+    return batch, torch.tensor(shapes, dtype=torch.int64) if padded else None
 
 
 class Loader:

@@ -24,9 +24,9 @@ def make_score_head(width: int, num_classes: int, *, prior: float = 0.01) -> nn.
     return head
 
 
-def make_box_head(width: int) -> MLP:
-    """Three layers to 4 box logits, which start at 0: the first prediction is the reference box itself."""
-    head = MLP(width, width, 4, layers=3)
+def make_box_head(width: int, *, outputs: int = 4, activation: str = "relu") -> MLP:
+    """Three layers to box logits, which start at 0: the first prediction is the reference box itself."""
+    head = MLP(width, width, outputs, layers=3, activation=activation)
     for parameter in head.layers[-1].parameters():
         nn.init.zeros_(parameter)
     return head

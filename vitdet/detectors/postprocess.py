@@ -1,8 +1,9 @@
-"""From a detector's output to objects in pixels: the top-k over queries x classes, without suppression.
+"""From a detector's output to objects in pixels, without suppression: the top-k over queries x classes, or queries.
 
 RT-DETR's published protocol (arXiv 2304.08069; RT-DETRv2, D-FINE, DEIM and RF-DETR share it): sigmoid scores, the k
 best of all (query, class) pairs, so that one query may give several detections; boxes are scaled to the original image
-and not clipped to it.
+and not clipped to it. DETR's (arXiv 2005.12872) differs: a query gives one detection, of its likeliest class by the
+softmax in which "no object" takes part.
 """
 
 from __future__ import annotations
@@ -31,13 +32,25 @@ def select_top_k(logits: Tensor, boxes: Tensor, top_k: int = 300) -> tuple[Tenso
     return best.sigmoid(), index % classes, boxes.gather(1, query)
 
 
+def select_likeliest(logits: Tensor, boxes: Tensor, top_k: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    """Each query's likeliest class, the k best queries of each image, best first.
+
+    Args:
+        logits: (B, Q, K + 1), before the softmax; the last is of "no object".
+        boxes, top_k: as of :func:`select_top_k`, whose results these are, too; k is at most Q.
+    """
+    likeliest, label = logits.float().softmax(-1)[..., :-1].max(-1)  # (B, Q)
+    best, query = likeliest.topk(min(top_k, logits.shape[1]), dim=1)  # (B, k)
+    return best, label.gather(1, query), boxes.gather(1, query[..., None].expand(-1, -1, 4))
+
+
 def postprocess(
     output: DetectorOutput, orig_sizes: Tensor, *, top_k: int = 300, threshold: float = 0.0
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The detections of each image in pixels of the original image.
 
     Args:
-        output: ``logits`` (B, Q, K) and ``boxes`` (B, Q, 4) ``cxcywh`` in [0, 1].
+        output: of a detector; ``no_object`` decides how its scores are read.
         orig_sizes: (B, 2) heights and widths of the original images.
         top_k: at most this many detections an image.
         threshold: only scores above it.
@@ -46,7 +59,8 @@ def postprocess(
         One ``(boxes_xyxy (N, 4) float32, scores (N,) float32, labels (N,) int64)`` an image, best first, on the CPU;
         boxes may reach beyond the image.
     """
-    scores, labels, boxes = select_top_k(output.logits, output.boxes, top_k)
+    select = select_likeliest if output.no_object else select_top_k
+    scores, labels, boxes = select(output.logits, output.boxes, top_k)
     # To the CPU before the selection: N depends on the values, and each image would make the device wait.
     scores, labels, boxes = scores.cpu(), labels.cpu(), boxes.float().cpu()
     scale = orig_sizes.cpu().to(boxes.dtype).flip(1).repeat(1, 2)  # (B, 2) height, width -> (B, 4) width, height, twice

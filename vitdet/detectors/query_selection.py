@@ -60,15 +60,18 @@ class TokenProposals(nn.Module):
 
     Args:
         width: C. num_classes: K.
+        project: whether tokens are projected and normed first (not in DEIMv2). activation: of the box head.
     """
 
-    def __init__(self, width: int, *, num_classes: int) -> None:
+    def __init__(self, width: int, *, num_classes: int, project: bool = True, activation: str = "relu") -> None:
         super().__init__()
-        linear = nn.Linear(width, width)
-        nn.init.xavier_uniform_(linear.weight)
-        self.project = nn.Sequential(linear, nn.LayerNorm(width))
+        self.project: nn.Module = nn.Identity()
+        if project:
+            linear = nn.Linear(width, width)
+            nn.init.xavier_uniform_(linear.weight)
+            self.project = nn.Sequential(linear, nn.LayerNorm(width))
         self.score_head = make_score_head(width, num_classes)
-        self.box_head = make_box_head(width)
+        self.box_head = make_box_head(width, activation=activation)
 
     def forward(self, memory: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """(B, M, C) tokens of maps of the given shapes to projected tokens, logits (B, M, K), box logits (B, M, 4)."""
@@ -86,12 +89,15 @@ class QuerySelection(nn.Module):
 
     Args:
         width: C. num_classes: K. num_queries: Q, or all tokens where there are fewer.
+        project, activation: see :class:`TokenProposals`.
     """
 
-    def __init__(self, width: int, *, num_classes: int, num_queries: int) -> None:
+    def __init__(
+        self, width: int, *, num_classes: int, num_queries: int, project: bool = True, activation: str = "relu"
+    ) -> None:
         super().__init__()
         self.num_queries = num_queries
-        self.proposals = TokenProposals(width, num_classes=num_classes)
+        self.proposals = TokenProposals(width, num_classes=num_classes, project=project, activation=activation)
 
     def forward(self, memory: Tensor, shapes: list[tuple[int, int]]) -> SelectedQueries:
         """(B, M, C) tokens of maps of the given shapes to the Q best."""

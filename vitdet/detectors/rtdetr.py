@@ -1,4 +1,5 @@
-"""RT-DETR (arXiv 2304.08069): backbone, hybrid encoder, query selection, deformable decoder; no NMS.
+"""RT-DETR (arXiv 2304.08069) and RT-DETRv2 (arXiv 2407.17140): backbone, hybrid encoder, query selection, deformable
+decoder; no NMS. With another decoder and other fusion blocks it is D-FINE, see :mod:`vitdet.detectors.dfine`.
 
 Differences from the published code: positions and anchors are made for the input at hand, so any height and width
 divisible by 32 works; a batch without objects builds the same graph as any other.
@@ -6,7 +7,8 @@ divisible by 32 works; a batch without objects builds the same graph as any othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.denoising import Denoising, DenoisingQueries
 from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
-from vitdet.detectors.hybrid_encoder import HybridEncoder
+from vitdet.detectors.hybrid_encoder import make_encoder
 from vitdet.detectors.query_selection import QuerySelection, SelectedQueries, TokenProposals
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
 
@@ -27,20 +29,22 @@ class RefiningDecoder(nn.Module):
     """Deformable decoder whose every layer refines the boxes of the one before (arXiv 2010.04159, appendix A.4).
 
     Args:
-        width: C. heads, hidden, points: of each layer. layers: L. levels: S. num_classes: K.
+        width: C. heads, hidden, points, sampling, reach: of each layer. layers: L. levels: S. num_classes: K.
         eval_layers: how many of the layers are used in evaluation.
     """
 
     def __init__(
-        self, *, width: int, heads: int, hidden: int, layers: int, levels: int, points: int, num_classes: int,
-        eval_layers: int,
+        self, *, width: int, heads: int, hidden: int, layers: int, levels: int, points: int | Sequence[int],
+        num_classes: int, eval_layers: int, sampling: str = "bilinear", reach: float = 0.5,
     ) -> None:  # fmt: skip
         super().__init__()
         self.eval_layers = eval_layers
         self.layers = nn.ModuleList(
             DecoderBlock(
                 width, heads, hidden, activation="relu",
-                cross_attention=DeformableAttention(width, heads, levels=levels, points=points),
+                cross_attention=DeformableAttention(
+                    width, heads, levels=levels, points=points, sampling=sampling, reach=reach
+                ),
             )
             for _ in range(layers)
         )  # fmt: skip
@@ -50,7 +54,7 @@ class RefiningDecoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, box_logits: Tensor, memory: Tensor, shapes: list[tuple[int, int]], mask: Tensor | None
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> dict[str, SupervisedOutput]:
         """Decode.
 
         Args:
@@ -58,10 +62,10 @@ class RefiningDecoder(nn.Module):
             mask: (Q, Q), True = may attend.
 
         Returns:
-            One (logits (B, Q, K), boxes (B, Q, 4)) a layer; in evaluation that of the last layer used only.
+            The layers' predictions ``"0"``, ``"1"``, … in order; in evaluation that of the last layer used only.
         """
         reference = box_logits.detach().float().sigmoid()
-        outputs = []
+        outputs: dict[str, SupervisedOutput] = {}
         used = len(self.layers) if self.training else self.eval_layers
         for index, (layer, score_head, box_head) in enumerate(
             zip(self.layers[:used], self.score_heads[:used], self.box_heads[:used], strict=True)
@@ -71,7 +75,7 @@ class RefiningDecoder(nn.Module):
             tokens = layer(tokens, memory, query_pos=pos, mask=mask, context=context)
             boxes = (box_head(tokens).float() + inverse_sigmoid(reference)).sigmoid()
             if self.training or index == used - 1:
-                outputs.append((score_head(tokens), boxes))
+                outputs[str(index)] = SupervisedOutput(score_head(tokens), boxes)
             reference = boxes.detach()  # layers learn on their own; the loss sees the boxes before the cut
         return outputs
 
@@ -82,12 +86,17 @@ class RTDETR(nn.Module):
     Args:
         backbone: gives the maps, finest first, each half the size of the one before.
         num_classes: K.
-        encoder_width, encoder_hidden, encoder_expansion, encoder_blocks: of :class:`HybridEncoder`.
-        width, heads, decoder_hidden, decoder_layers, points: of :class:`RefiningDecoder`.
+        encoder_width, encoder_hidden, encoder_expansion, encoder_blocks, fusion, summed, project_maps: of the encoder,
+            see :func:`make_encoder`.
+        width, heads, decoder_hidden, decoder_layers, points, sampling, reach: of the decoder, such as
+            :class:`RefiningDecoder`.
         eval_layers: decoder layers used in evaluation; all where not given.
         num_queries: Q. denoising_queries, label_noise, box_noise: of :class:`Denoising`; 0 queries for none.
         dense_supervision: in training, a second head on all encoder tokens learns several to a target
             ("one_to_many"): more positive examples a step. On BCCD it made no difference beyond noise.
+        always_project: whether the decoder's memory is projected even where encoder and decoder are equally wide.
+        project_tokens, head_activation: of :class:`QuerySelection`.
+        decoder: makes the decoder from its numbers by name; its predictions come in order, the last one is the result.
     """
 
     stride = 32  # height and width of the images must be divisible by it
@@ -95,16 +104,19 @@ class RTDETR(nn.Module):
     def __init__(
         self, backbone: nn.Module, *, num_classes: int, encoder_width: int = 256, encoder_hidden: int = 1024,
         encoder_expansion: float = 1.0, encoder_blocks: int = 3, width: int = 256, heads: int = 8,
-        decoder_hidden: int = 1024, decoder_layers: int = 6, points: int = 4, num_queries: int = 300,
+        decoder_hidden: int = 1024, decoder_layers: int = 6, points: int | Sequence[int] = 4, num_queries: int = 300,
         denoising_queries: int = 100, label_noise: float = 0.5, box_noise: float = 1.0, dense_supervision: bool = False,
-        eval_layers: int | None = None,
+        eval_layers: int | None = None, sampling: str = "bilinear", reach: float = 0.5, fusion: str = "csp",
+        summed: bool = False, project_maps: bool = True, always_project: bool = True, project_tokens: bool = True,
+        head_activation: str = "relu", decoder: Callable[..., nn.Module] = RefiningDecoder,
     ) -> None:  # fmt: skip
         super().__init__()
         eval_layers = decoder_layers if eval_layers is None else eval_layers
         at_least(
             1, num_classes=num_classes, encoder_width=encoder_width, encoder_hidden=encoder_hidden,
             encoder_blocks=encoder_blocks, width=width, heads=heads, decoder_hidden=decoder_hidden,
-            decoder_layers=decoder_layers, eval_layers=eval_layers, points=points, num_queries=num_queries,
+            decoder_layers=decoder_layers, eval_layers=eval_layers, num_queries=num_queries,
+            points=points if isinstance(points, int) else min(points, default=0),
         )  # fmt: skip
         at_least(0, denoising_queries=denoising_queries, label_noise=label_noise, box_noise=box_noise)
         if max(decoder_layers, encoder_blocks) > 64:  # a file's header may ask for any number
@@ -117,12 +129,17 @@ class RTDETR(nn.Module):
         channels: Sequence[int] = backbone.channels  # type: ignore[assignment]
         self.num_classes = num_classes
         self.backbone = backbone
-        self.encoder = HybridEncoder(
-            channels, width=encoder_width, heads=heads, hidden=encoder_hidden, expansion=encoder_expansion,
-            blocks=encoder_blocks,
+        self.encoder = make_encoder(
+            channels, fusion=fusion, width=encoder_width, heads=heads, hidden=encoder_hidden,
+            expansion=encoder_expansion, blocks=encoder_blocks, summed=summed, project_maps=project_maps,
         )  # fmt: skip
-        self.memory_project = nn.ModuleList(ConvNorm(c, width, 1) for c in self.encoder.channels)
-        self.query_selection = QuerySelection(width, num_classes=num_classes, num_queries=num_queries)
+        self.memory_project = nn.ModuleList(
+            ConvNorm(c, width, 1) if always_project or c != width else nn.Identity() for c in self.encoder.channels
+        )
+        self.query_selection = QuerySelection(
+            width, num_classes=num_classes, num_queries=num_queries, project=project_tokens,
+            activation=head_activation,
+        )  # fmt: skip
         self.dense_head = TokenProposals(width, num_classes=num_classes) if dense_supervision else None
         self.denoising = (
             Denoising(
@@ -131,9 +148,9 @@ class RTDETR(nn.Module):
             if denoising_queries
             else None
         )
-        self.decoder = RefiningDecoder(
-            width=width, heads=heads, hidden=decoder_hidden, layers=decoder_layers, levels=len(channels),
-            points=points, num_classes=num_classes, eval_layers=eval_layers,
+        self.decoder = decoder(
+            width=width, heads=heads, hidden=decoder_hidden, layers=decoder_layers, levels=len(self.encoder.channels),
+            points=points, num_classes=num_classes, eval_layers=eval_layers, sampling=sampling, reach=reach,
         )  # fmt: skip
 
     def forward(self, images: Tensor, targets: Targets | None = None) -> DetectorOutput:
@@ -159,11 +176,11 @@ class RTDETR(nn.Module):
             mask = denoising.attention_mask(tokens.shape[1])
             tokens = torch.cat([denoising.tokens.to(tokens.dtype), tokens], dim=1)
             box_logits = torch.cat([denoising.box_logits, box_logits], dim=1)
-        layers = self.decoder(tokens, box_logits, memory, shapes, mask)
+        predictions: dict[str, SupervisedOutput] = self.decoder(tokens, box_logits, memory, shapes, mask)
         if not self.training:
-            logits, boxes = layers[-1]
-            return DetectorOutput(logits, boxes)
-        output = self.supervise(layers, selected, denoising)
+            (final,) = predictions.values()
+            return DetectorOutput(final.logits, final.boxes)
+        output = self.supervise(predictions, selected, denoising)
         if self.dense_head is not None:
             _, logits, box_logits = self.dense_head(memory, shapes)
             output.supervised["dense"] = SupervisedOutput(logits, box_logits.sigmoid(), "one_to_many")
@@ -177,19 +194,19 @@ class RTDETR(nn.Module):
         return torch.cat([one.flatten(2) for one in maps], dim=-1).transpose(1, 2), shapes
 
     def supervise(
-        self, layers: list[tuple[Tensor, Tensor]], selected: SelectedQueries, denoising: DenoisingQueries | None
+        self, predictions: dict[str, SupervisedOutput], selected: SelectedQueries, denoising: DenoisingQueries | None
     ) -> DetectorOutput:
         """Name every prediction the criterion is to see."""
         supervised: dict[str, SupervisedOutput] = {}
         known = 0 if denoising is None else denoising.target_index.shape[1]
-        for index, (logits, boxes) in enumerate(layers):
-            supervised[f"decoder_{index}"] = SupervisedOutput(logits[:, known:], boxes[:, known:])
+        for name, prediction in predictions.items():
+            supervised[f"decoder_{name}"] = final = prediction.of(slice(known, None))
             if denoising is not None:
-                supervised[f"denoising_{index}"] = SupervisedOutput(
-                    logits[:, :known], boxes[:, :known], "given", denoising.target_index, denoising.groups
-                )
+                supervised[f"denoising_{name}"] = replace(
+                    prediction.of(slice(known)), matching="given", target_index=denoising.target_index,
+                    groups=denoising.groups,
+                )  # fmt: skip
         supervised["encoder"] = SupervisedOutput(selected.logits, selected.box_logits.sigmoid())
-        final = supervised[f"decoder_{len(layers) - 1}"]
         return DetectorOutput(final.logits, final.boxes, supervised)
 
 
@@ -230,6 +247,35 @@ def rtdetr_r101(num_classes: int, *, frozen_norm: bool = False, **overrides) -> 
     """RT-DETR-R101: 76 M parameters, 259 GFLOPs, COCO AP 54.3 (the same table); see :func:`rtdetr_r50_m`."""
     numbers = {"encoder_width": 384, "encoder_hidden": 2048}
     return RTDETR(resnet101_vd(frozen_norm=frozen_norm), num_classes=num_classes, **(numbers | overrides))
+
+
+def rtdetrv2_r18(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETRv2-S: COCO AP 48.1 (arXiv 2407.17140, table 1, and its repository); the numbers of :func:`rtdetr_r18`.
+
+    Version 2 is trained differently, and may have another number of ``points`` in each level, or read single cells
+    (``sampling="discrete"``: AP 47.4, tuned from the other's weights).
+    """
+    return rtdetr_r18(num_classes, **overrides)
+
+
+def rtdetrv2_r34(num_classes: int, **overrides) -> RTDETR:
+    """RT-DETRv2-M*: COCO AP 49.9, 49.2 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
+    return rtdetr_r34(num_classes, **overrides)
+
+
+def rtdetrv2_r50_m(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETRv2-M: COCO AP 51.9, 51.4 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
+    return rtdetr_r50_m(num_classes, frozen_norm=frozen_norm, **overrides)
+
+
+def rtdetrv2_r50(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETRv2-L: COCO AP 53.4, 52.9 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
+    return rtdetr_r50(num_classes, frozen_norm=frozen_norm, **overrides)
+
+
+def rtdetrv2_r101(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+    """RT-DETRv2-X: COCO AP 54.3 (the same); see :func:`rtdetrv2_r18`."""
+    return rtdetr_r101(num_classes, frozen_norm=frozen_norm, **overrides)
 
 
 def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:

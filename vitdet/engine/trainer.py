@@ -47,7 +47,8 @@ class Trainer:
 
     Args:
         model: the model, or its wrapper of distributed training.
-        forward: called as ``forward(model, images, targets)``, gives what the criterion takes.
+        forward: called as ``forward(model, images, targets)``, with ``sizes=`` where the loader padded the images
+            and tells their sizes; gives what the criterion takes.
         prepare: called as ``prepare(images, targets)`` on normalised images, gives both as the model shall see them
             (mixup, a teacher's labels); None for nothing.
         criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``.
@@ -65,7 +66,7 @@ class Trainer:
     """
 
     def __init__(
-        self, *, model: nn.Module, forward: Callable[[nn.Module, Tensor, Any], Any],
+        self, *, model: nn.Module, forward: Callable[..., Any],
         prepare: Callable[[Tensor, Any], tuple[Tensor, Any]] | None = None, criterion: nn.Module,
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float], loader: Iterable, sampler: EpochSampler, ema: ExponentialMovingAverage | None,
@@ -187,14 +188,15 @@ class Trainer:
         """Add the gradient of ``share`` times the loss of one batch; returns that share of the losses."""
         images = batch["images"].to(self.device, non_blocking=True)
         targets = batch["targets"].to(self.device, non_blocking=True)
-        images = self.metadata.preprocessing.normalize(images)
+        padding = {} if "sizes" not in batch else {"sizes": batch["sizes"].to(self.device, non_blocking=True)}
+        images = self.metadata.preprocessing.normalize(images, **padding)
         if self.prepare:
             images, targets = self.prepare(images, targets)
         # Gradients of all but the last batch of a step stay on their process.
         alone = isinstance(self.model, nn.parallel.DistributedDataParallel) and not communicate
         with self.model.no_sync() if alone else nullcontext():  # type: ignore[operator]
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                output = self.forward(self.model, images, targets)
+                output = self.forward(self.model, images, targets, **padding)
             losses = self.criterion(output, targets)
             (losses["total"] * share).backward()
         return {name: value.detach() * share for name, value in losses.items()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitdet.data.images import decode_image
+from vitdet.data.loaders import stack_images
 from vitdet.data.transforms import to_input
 from vitdet.detectors.postprocess import postprocess
 from vitdet.devices import pick_device
@@ -139,13 +140,15 @@ class Predictor:
         return _Sample(image, to_input(image, self.metadata.preprocessing), path)
 
     def _results(self, batch: list[_Sample], threshold: float) -> Sequence[Detections | Classification]:
-        pixels = torch.from_numpy(np.stack([sample.pixels for sample in batch])).to(self.device)  # (B, h, w, 3)
-        pixels = pixels.permute(0, 3, 1, 2).contiguous()  # (B, 3, h, w)
+        preprocessing = self.metadata.preprocessing
+        pixels, sizes = stack_images([sample.pixels for sample in batch], pad=preprocessing.longest is not None)
+        padding = {} if sizes is None else {"sizes": sizes.to(self.device)}
         with torch.inference_mode():
-            images = self.metadata.preprocessing.normalize(pixels)
-            output = self.model(images)
+            images = preprocessing.normalize(pixels.to(self.device), **padding)
+            output = self.model(images, **padding)
             classifier = isinstance(output, Tensor)
-            classes, names = (output if classifier else output.logits).shape[-1], len(self.metadata.class_map)
+            classes = output.shape[-1] if classifier else output.num_classes
+            names = len(self.metadata.class_map)
             if classifier and not names:
                 raise UserError("the model gives features and knows no classes; train a head on it first")
             if classes != names:

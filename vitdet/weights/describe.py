@@ -13,6 +13,7 @@ from typing import Any
 
 from vitdet.errors import UserError
 from vitdet.weights import preprocessing as prepare
+from vitdet.weights.classes import with_gaps
 from vitdet.weights.files import read_json
 
 
@@ -29,12 +30,14 @@ class Description:
         arguments: what differs from the named architecture, or what weights do not show of an unnamed one.
         class_names: of the K classes; None where nothing is said.
         preprocessing: plain values; None where nothing is said.
+        kind: the ``model_type`` of transformers; None elsewhere.
     """
 
     name: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
     preprocessing: dict[str, Any] | None = None
+    kind: str | None = None
 
 
 def describe_folder(folder: Path, known: Container[str]) -> Description:
@@ -56,6 +59,8 @@ def describe_folder(folder: Path, known: Container[str]) -> Description:
             return _describe_timm(config, known)
         if "model_type" in config:
             return _describe_huggingface(config, read_json(processor) if processor.is_file() else None)
+        if "DEIMTransformer" in config:  # as DEIMv2's authors write it; the weights show all that it says
+            return Description()
     except UserError as error:
         raise type(error)(f"{folder} cannot be used: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -150,9 +155,9 @@ def _describe_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any
     arguments = _HUGGINGFACE[kind](config)
     size = arguments.get("image_size", (640, 640))  # detectors take any size; their configurations name none
     labels = config.get("id2label")
-    names = None if not labels else [str(labels[key]) for key in sorted(labels, key=int)]
+    names = None if not labels else with_gaps([str(labels[key]) for key in sorted(labels, key=int)])
     prepared = prepare.from_huggingface(processor, kind, size)
-    return Description(None, arguments, names, prepared)
+    return Description(None, arguments, names, prepared, kind)
 
 
 def _vit(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +218,59 @@ def _rtdetr(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _rtdetr_v2(config: Mapping[str, Any]) -> dict[str, Any]:
+    methods = {"default": "bilinear", "discrete": "discrete"}
+    return {
+        **_rtdetr(config),
+        "sampling": methods[config.get("decoder_method", "default")],
+        "reach": float(config.get("decoder_offset_scale", 0.5)),
+    }
+
+
+def _dfine(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = config.get("decoder_layers", 6)
+    if config.get("layer_scale", 1) != 1 or config.get("eval_idx", -1) not in (-1, layers - 1):
+        raise UserError("idle layers of another width, and results of an earlier one, are not supported for D-FINE")
+    points = config.get("decoder_n_points", 4)
+    return {
+        **_rtdetr_v2(config),
+        "points": points if isinstance(points, int) else tuple(points),
+        "bins": config.get("max_num_bins", 32),
+        "reg_scale": float(config.get("reg_scale", 4.0)),
+        "up": float(config.get("up", 0.5)),
+    }
+
+
+def _deimv2(config: Mapping[str, Any]) -> dict[str, Any]:
+    backbone = config.get("backbone_config") or {}
+    on_vit = backbone.get("model_type") == "dinov3_vit"
+    if on_vit and not backbone.get("apply_layernorm", True):
+        raise UserError("a ViT whose last map alone is normed is not supported; use its authors' file")
+    if config.get("learn_initial_query") or config.get("decoder_method", "default") != "default":
+        raise UserError("learnt queries and discrete sampling are not supported for DEIMv2")
+    # What transformers computes otherwise than the authors.
+    theirs = {"activation": "relu", "refine_positions": True}
+    return {
+        "num_queries": config.get("num_queries", 300),
+        "denoising_queries": config.get("num_denoising", 100),
+        "position_activation": config.get("decoder_activation_function", "relu"),
+        **theirs,
+        **({"key_bias": bool(backbone.get("key_bias", False))} if on_vit else {}),
+    }
+
+
+def _detr(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = {config.get(f"{part}_attention_heads", 8) for part in ("encoder", "decoder")}
+    hidden = {config.get(f"{part}_ffn_dim", 2048) for part in ("encoder", "decoder")}
+    usual = (
+        config.get("position_embedding_type", "sine") == "sine" and config.get("activation_function", "relu") == "relu"
+    )
+    if len(heads) != 1 or len(hidden) != 1 or not usual:
+        raise UserError("learnt positions, other activations, unequal encoder and decoder: not supported for DETR")
+    backbone = config.get("backbone_config") or {}
+    return {"heads": heads.pop(), "dilated": bool(config.get("dilation")) or backbone.get("output_stride") == 16}
+
+
 def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act", "gelu")
     if name not in ("gelu", "relu", "silu"):
@@ -222,7 +280,8 @@ def _activation(config: Mapping[str, Any]) -> str:
 
 _HUGGINGFACE = {
     "vit": _vit, "deit": _vit, "dinov2": _dinov2, "dinov2_with_registers": _dinov2, "dinov3_vit": _dinov3,
-    "swin": _swin, "swinv2": _swin, "rt_detr": _rtdetr,
+    "swin": _swin, "swinv2": _swin, "rt_detr": _rtdetr, "rt_detr_v2": _rtdetr_v2, "d_fine": _dfine, "deimv2": _deimv2,
+    "detr": _detr,
 }  # fmt: skip
 
 
@@ -231,12 +290,20 @@ _HUGGINGFACE = {
 _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
 # A publisher's file name -> the architecture, as timm calls it.
 _FILE_NAMES = [
+    (r"detr-r(?P<name>50|101)-dc5-[0-9a-f]{8}", "detr_r{name}_dc5"),
+    (r"detr-r(?P<name>50|101)-[0-9a-f]{8}", "detr_r{name}"),
     (r"vit_(?P<size>[blh])_(?P<patch>\d+)(_lc)?(_swag)?-[0-9a-f]{8}", "vit_{size}_patch{patch}_224"),
     (r"swin_(?P<size>[tsb])-[0-9a-f]{8}", "swin_{size}_patch4_window7_224"),
     (r"swin_v2_(?P<size>[tsb])-[0-9a-f]{8}", "swinv2_{size}_window8_256"),
     (r"swinv2_(?P<name>\w+?)_patch4_(?P<rest>window[\dto]+_[\dto]+)", "swinv2_{name}_{rest}"),
     (r"dinov2_vit(?P<size>[sblg])14_reg4", "vit_{size}_patch14_reg4_dinov2"),
     (r"dinov2_vit(?P<size>[sblg])14", "vit_{size}_patch14_dinov2"),
+    (r"r?rtdetrv2_r50vd_m_", "rtdetrv2_r50_m"),  # one of theirs begins with rr
+    (r"r?rtdetrv2_r(?P<depth>\d+)vd_", "rtdetrv2_r{depth}"),
+    (r"rtdetr_r50vd_m_", "rtdetr_r50_m"),
+    (r"rtdetr_r(?P<depth>\d+)vd_", "rtdetr_r{depth}"),
+    (r"dfine_(hgnetv2_)?(?P<letter>[nsmlx])_", "dfine_{letter}"),
+    (r"deimv2_(hgnetv2|dinov3)_(?P<letter>atto|femto|pico|n|s|m|l|x)_", "deimv2_{letter}"),
     (r"(ViT-)?(?P<size>Ti|S|B|L|H)_(?P<patch>\d+)(?=[-_.]|$)", "vit_{size}_patch{patch}_224"),
 ]
 

@@ -1,4 +1,4 @@
-"""A source of weights to files on this machine: a file, a folder in Hugging Face's layout, or a repository of theirs.
+"""A source of weights to files on this machine: a file, a folder, an address, or a repository of Hugging Face's.
 
 From a repository only the weights and what describes them are fetched, into the cache that its library shares with
 other programs; what is there is used without a network.
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from vitdet.errors import UserError
+from vitdet.weights.download import download
 from vitdet.weights.files import FORMATS, INDEX, shard_names
 
 DESCRIPTIONS = ("config.json", "preprocessor_config.json")
@@ -25,12 +26,13 @@ WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin")
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
-def locate(source: str | Path) -> Path:
-    """The local file or folder of a source, fetched where it is a Hub id.
+def locate(source: str | Path, *, sha256: str | None = None) -> Path:
+    """The local file or folder of a source, fetched where it is an address or a Hub id.
 
     Args:
-        source: a file, a folder, or a Hub id such as ``"google/vit-base-patch16-224"``, with ``@revision`` for
-            another than the newest one. What exists locally is never looked for elsewhere.
+        source: a file, a folder, a file's ``https://`` address, or a Hub id such as ``"google/vit-base-patch16-224"``,
+            with ``@revision`` for another than the newest one. What exists locally is never looked for elsewhere.
+        sha256: of an address, see :func:`~vitdet.weights.download.download`.
 
     Raises:
         UserError: nothing of that name, no network and nothing in the cache, or a repository without weights.
@@ -38,6 +40,8 @@ def locate(source: str | Path) -> Path:
     path = Path(source)
     if path.exists():
         return path
+    if str(source).startswith(("https://", "http://")):
+        return download(str(source), sha256=sha256)
     match = _HUB_ID.fullmatch(str(source))
     if match is None or path.suffix in FORMATS:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 from vitdet.errors import UserError
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+UNIT = ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])  # leaves [0, 1] as it is
 HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 _INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _MAX_SIDE = 2**14
@@ -27,14 +28,20 @@ _CUSTOMARY: dict[str, dict[str, Any]] = {
     "dinov2_with_registers": {"resample": 3, "do_center_crop": True},
     "dinov3_vit": {"resample": 2},
     "rt_detr": {"resample": 2, "do_normalize": False},
+    "detr": {"resample": 2, "size": {"shortest_edge": 800, "longest_edge": 1333}},
+    "rt_detr_v2": {"resample": 2, "do_normalize": False},
+    "d_fine": {"resample": 2, "do_normalize": False},
+    "deimv2": {"resample": 2, "do_normalize": False},
 }
 
 
 def values(
-    size: tuple[int, int], norm: tuple[list[float], list[float]], interpolation: str, crop: float | None
-) -> dict[str, Any]:
+    size: tuple[int, int], norm: tuple[list[float], list[float]], interpolation: str, crop: float | None,
+    longest: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The plain values of a ``Preprocessing``."""
-    return {"size": list(size), "mean": norm[0], "std": norm[1], "interpolation": interpolation, "crop": crop}
+    plain = {"size": list(size), "mean": norm[0], "std": norm[1], "interpolation": interpolation, "crop": crop}
+    return plain if longest is None else {**plain, "longest": longest}
 
 
 def from_timm(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,9 +74,22 @@ def from_huggingface(processor: Mapping[str, Any] | None, kind: str, image_size:
         raise UserError(f"rescale_factor {said.get('rescale_factor')!r} is not supported; only 1 / 255 is")
     norm = (list(said.get("image_mean", IMAGENET[0])), list(said.get("image_std", IMAGENET[1])))
     if not said.get("do_normalize", True):
-        norm = ([0.0] * 3, [1.0] * 3)
+        norm = UNIT
+    if kind == "detr":
+        shorter, longest = _edges(said)
+        return values((shorter, shorter), norm, _INTERPOLATIONS[number], None, longest)
     size, share = _geometry(said, image_size)
     return values(size, norm, _INTERPOLATIONS[number], share)
+
+
+def _edges(said: Mapping[str, Any]) -> tuple[int, int]:
+    """Shorter side and most of the longer; older files give the first as a number and the second as ``max_size``."""
+    size = said["size"]
+    edges = size if isinstance(size, Mapping) else {"shortest_edge": size, "longest_edge": said.get("max_size", 1333)}
+    pair = (edges.get("shortest_edge"), edges.get("longest_edge", said.get("max_size", 1333)))
+    if not said.get("do_resize", True) or any(value is None for value in pair):
+        raise UserError(f"images of size {size!r} are not supported for DETR; it must have shortest_edge, longest_edge")
+    return sides(list(pair))
 
 
 def _geometry(said: Mapping[str, Any], image_size: tuple[int, int]) -> tuple[tuple[int, int], float | None]:

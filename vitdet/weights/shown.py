@@ -92,6 +92,30 @@ _RTDETR: dict[tuple[tuple[int, ...], int], str] = {
 }  # fmt: skip
 
 
+_DETR = {(3, 4, 6, 3): "detr_r50", (3, 4, 23, 3): "detr_r101"}
+
+
+def detr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    """The name of the DETR whose converted weights these are, were its last stage not dilated, and its arguments.
+
+    Raises:
+        UserError: its backbone is none of the published ones.
+    """
+    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(\d+)\.") for i in range(4))
+    if depths not in _DETR:
+        known = ", ".join(_DETR.values())
+        raise UserError(f"there is no DETR on a backbone of {list(depths)} blocks here; known: {known}")
+    rows, width = _shape(state, "score_head.weight")
+    return _DETR[depths], {
+        "num_classes": rows - 1,
+        "width": width,
+        "hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
+        "encoder_layers": _count(state, r"encoder\.layers\.(\d+)\."),
+        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+        "num_queries": _shape(state, "query_pos")[0],
+    }
+
+
 def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     """The name of the RT-DETR whose converted weights these are, and its arguments.
 
@@ -115,3 +139,38 @@ def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
         "decoder_hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
         "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
     }
+
+
+# Levels, channels of the first map, the encoder's width -> the D-FINE with these.
+_DFINE: dict[tuple[int, int, int], str] = {
+    (2, 512, 128): "dfine_n", (3, 256, 256): "dfine_s", (3, 384, 256): "dfine_m", (3, 512, 256): "dfine_l",
+    (3, 512, 384): "dfine_x",
+}  # fmt: skip
+
+
+def dfine_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    """The name of the D-FINE whose converted weights these are, and its arguments.
+
+    Raises:
+        UserError: none of the published sizes.
+    """
+    width, channels = _shape(state, "encoder.project.0.conv.weight")[:2]
+    levels = _count(state, r"encoder\.project\.(\d+)\.")
+    name = _DFINE.get((levels, channels, width))
+    if name is None:
+        raise UserError(f"there is no D-FINE of {levels} levels, {channels} channels and width {width} here")
+    outputs = _shape(state, "decoder.box_heads.0.layers.2.weight")[0]
+    arguments = {
+        "num_classes": _shape(state, "decoder.score_heads.0.weight")[0],
+        "encoder_width": width,
+        "encoder_hidden": _shape(state, "encoder.attend.0.feed_forward.expand.weight")[0],
+        "encoder_expansion": 2 * _shape(state, "encoder.top_down.0.chains.0.0.enter.conv.weight")[0] / width,
+        "encoder_blocks": _count(state, r"encoder\.top_down\.0\.chains\.0\.0\.blocks\.(\d+)\."),
+        "width": _shape(state, "query_selection.proposals.score_head.weight")[1],
+        "decoder_hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
+        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+        "bins": outputs // 4 - 1,
+    }
+    for key in ("up", "reg_scale"):
+        arguments[key] = float(state[f"decoder.{key}"])
+    return name, arguments

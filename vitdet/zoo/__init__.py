@@ -86,7 +86,8 @@ def _resized(metadata: ModelMetadata, image_size: tuple[int, int]) -> ModelMetad
     """The same for images of another size; detectors take any."""
     size = (int(image_size[0]), int(image_size[1]))
     arguments = {**metadata.arguments, **size_argument(metadata.name, size)}
-    return replace(metadata, arguments=arguments, preprocessing=replace(metadata.preprocessing, size=size))
+    prepared = replace(metadata.preprocessing, size=size, longest=None)  # a given size is reached by stretching
+    return replace(metadata, arguments=arguments, preprocessing=prepared)
 
 
 def adapt(net: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,23 +6,45 @@ import fnmatch
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 
 from vitdet.backbones.timm import timm_classifier
 from vitdet.classifiers import CLASSIFIERS
-from vitdet.detectors import rtdetr
+from vitdet.detectors import deimv2, detr, dfine, rtdetr
 from vitdet.errors import UserError, did_you_mean
 
 DETECTORS: dict[str, Callable[..., nn.Module]] = {
+    "detr_r50": detr.detr_r50,
+    "detr_r50_dc5": detr.detr_r50_dc5,
+    "detr_r101": detr.detr_r101,
+    "detr_r101_dc5": detr.detr_r101_dc5,
     "rtdetr_nano": rtdetr.rtdetr_nano,
     "rtdetr_r18": rtdetr.rtdetr_r18,
     "rtdetr_r34": rtdetr.rtdetr_r34,
     "rtdetr_r50_m": rtdetr.rtdetr_r50_m,
     "rtdetr_r50": rtdetr.rtdetr_r50,
     "rtdetr_r101": rtdetr.rtdetr_r101,
+    "rtdetrv2_r18": rtdetr.rtdetrv2_r18,
+    "rtdetrv2_r34": rtdetr.rtdetrv2_r34,
+    "rtdetrv2_r50_m": rtdetr.rtdetrv2_r50_m,
+    "rtdetrv2_r50": rtdetr.rtdetrv2_r50,
+    "rtdetrv2_r101": rtdetr.rtdetrv2_r101,
+    "dfine_n": dfine.dfine_n,
+    "dfine_s": dfine.dfine_s,
+    "dfine_m": dfine.dfine_m,
+    "dfine_l": dfine.dfine_l,
+    "dfine_x": dfine.dfine_x,
+    "deimv2_atto": deimv2.deimv2_atto,
+    "deimv2_femto": deimv2.deimv2_femto,
+    "deimv2_pico": deimv2.deimv2_pico,
+    "deimv2_n": deimv2.deimv2_n,
+    "deimv2_s": deimv2.deimv2_s,
+    "deimv2_m": deimv2.deimv2_m,
+    "deimv2_l": deimv2.deimv2_l,
+    "deimv2_x": deimv2.deimv2_x,
 }
 MODELS: dict[str, Callable[..., nn.Module]] = {**DETECTORS, **CLASSIFIERS}
 TIMM = "timm/"  # before the name of any model of timm
@@ -86,7 +108,11 @@ def builder_arguments(builder: Callable[..., Any]) -> dict[str, Any]:
     own = {p.name: p.default for p in inspect.signature(builder).parameters.values() if p.kind == p.KEYWORD_ONLY}
     arguments = {**own, **given}
     if builder in DETECTORS.values():
-        return {**arguments, **builder_arguments(rtdetr.RTDETR)}
+        families = {dfine.__name__: dfine.dfine, deimv2.__name__: deimv2.deimv2}
+        family = families.get(builder.__module__)
+        shared = {**builder_arguments(rtdetr.RTDETR), **(builder_arguments(family) if family else {})}
+        shared.pop("decoder")  # which a family chooses
+        return {**shared, **arguments}
     backbone = arguments.pop("backbone", None)
     return arguments if backbone is None else {**builder_arguments(backbone), **arguments}
 

@@ -16,7 +16,7 @@ from vitdet.backbones.timm import timm_preprocessing
 from vitdet.engine.checkpoint import read_metadata, read_weights
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
-from vitdet.weights import rtdetr, swin, vit
+from vitdet.weights import swin, vit
 from vitdet.weights.describe import (
     Description,
     UnknownModelError,
@@ -28,12 +28,13 @@ from vitdet.weights.describe import (
 from vitdet.weights.files import read_state
 from vitdet.weights.hub import locate, weights_file
 from vitdet.weights.preprocessing import sides
-from vitdet.weights.shown import classifier_arguments, rtdetr_arguments
+from vitdet.weights.shown import classifier_arguments
+from vitdet.zoo import detectors
 from vitdet.zoo.builders import CLASSIFIERS, DETECTORS, MODELS, TIMM, builder_arguments, check_name
 
 _State = dict[str, Tensor]
 
-_CONVERTERS = {"vit": vit.convert, "swin": swin.convert, "rtdetr": rtdetr.convert}
+_CONVERTERS = {"vit": vit.convert, "swin": swin.convert, **detectors.CONVERTERS}
 # In what weights may differ from the architecture that they are of.
 _FREE = {"num_classes", "image_size", "representation", "pooling", "norm_pooled"}
 
@@ -111,8 +112,8 @@ def _timm_classes(name: str, theirs: _State) -> int:
 def _of_ours(name: str | None, said: Description, theirs: _State, file: Path) -> tuple[ModelMetadata, _State]:
     """Of an architecture that we have, in any layout that we know."""
     kind, state = _converted(name, theirs)
-    if kind == "rtdetr":
-        return _of_rtdetr(name, said, state)
+    if kind in detectors.CONVERTERS:
+        return _metadata(*detectors.describe_detector(kind, name, said, state, file)), state
     shown = classifier_arguments(state)
     if name is not None:
         # A file's name, or the caller, may be wrong: strict loading then says so, if not all is taken from the weights.
@@ -153,14 +154,6 @@ def _on_grid(state: _State, name: str, arguments: dict[str, Any], told: Any) -> 
     return {**state, "backbone.positions.table": flat.unflatten(1, (height, width))}
 
 
-def _of_rtdetr(name: str | None, said: Description, state: _State) -> tuple[ModelMetadata, _State]:
-    found, shown = rtdetr_arguments(state)
-    arguments = {**said.arguments, **shown}
-    if not any(key.startswith("denoising.") for key in state):
-        arguments["denoising_queries"] = 0
-    return _metadata(name or found, arguments, said.class_names, said.preprocessing or {"size": (640, 640)}), state
-
-
 def _converted(name: str | None, theirs: _State) -> tuple[str, _State]:
     """The kind of model that weights are of, and the weights under our names."""
     if name is not None:
@@ -175,9 +168,9 @@ def _converted(name: str | None, theirs: _State) -> tuple[str, _State]:
 
 
 def kind_of(name: str) -> str:
-    """``"rtdetr"``, ``"swin"`` or ``"vit"``: whose weights the model of this name takes."""
+    """Whose weights the model of this name takes: ``"vit"``, ``"swin"``, or a family of detectors."""
     if name in DETECTORS:
-        return "rtdetr"
+        return detectors.family_of(name)
     backbone: Any = CLASSIFIERS[name].keywords["backbone"]
     while isinstance(backbone, partial):
         backbone = backbone.func

@@ -1,0 +1,99 @@
+"""Our RT-DETRv2 equals Hugging Face's when both hold the same weights; see :mod:`tests.parity.random_detectors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.random_detectors import (
+    load_theirs,
+    random_images,
+    some_labels,
+    theirs_in_our_order,
+    untied,
+    with_random_values,
+)
+from vitdet.detectors.rtdetr import rtdetrv2_r18
+from vitdet.losses.criterion import Criterion
+from vitdet.losses.matcher import HungarianMatcher
+from vitdet.structures import Targets
+
+transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
+
+BACKBONE = {
+    "embedding_size": 64,
+    "hidden_sizes": [64, 128, 256, 512],
+    "depths": [2, 2, 2, 2],
+    "layer_type": "basic",
+    "out_features": ["stage2", "stage3", "stage4"],
+}
+
+
+def reference(**options) -> nn.Module:
+    """Their model with the numbers of the published R18."""
+    numbers = {"decoder_layers": 3} | options
+    config = transformers.RTDetrV2Config(
+        backbone_config=transformers.RTDetrResNetConfig(**BACKBONE), encoder_in_channels=[128, 256, 512],
+        hidden_expansion=0.5, num_labels=80, tie_word_embeddings=False, **numbers,
+    )  # fmt: skip
+    return untied(with_random_values(transformers.RTDetrV2ForObjectDetection(config)))
+
+
+@pytest.mark.parametrize("points", [4, 2])
+def test_same_outputs_from_their_file(points: int, tmp_path: Path) -> None:
+    theirs = reference(decoder_n_points=points, decoder_offset_scale=0.4).eval()
+    theirs.save_pretrained(tmp_path)
+    model = rtdetrv2_r18(80, points=points, reach=0.4).eval()
+    report = load_theirs(model, tmp_path)
+    assert all(name.endswith("num_batches_tracked") for name in report.missing)
+    assert not report.unexpected
+    assert not report.reshaped
+    for height, width in [(640, 640), (480, 640)]:
+        images = random_images(1, height, width)
+        with torch.inference_mode():
+            expected, output = theirs(images), model(images)
+        assert expected.logits.std() > 0.3
+        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
+        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(640, 640), (480, 640)], ids=["square", "not square"])
+def test_same_outputs_with_discrete_sampling(size: tuple[int, int], tmp_path: Path) -> None:
+    """Rounding moves a location from one cell to the next here and there, so a few queries of one layer may differ."""
+    theirs = reference(decoder_method="discrete", decoder_layers=1).eval()
+    theirs.save_pretrained(tmp_path)
+    model = rtdetrv2_r18(80, sampling="discrete", decoder_layers=1).eval()
+    load_theirs(model, tmp_path)
+    images = random_images(1, *size)
+    with torch.inference_mode():
+        expected, output = theirs(images), model(images)
+        model.decoder.layers[0].cross_attention.sampling = "bilinear"
+        other = model(images)
+    mine, reference_values = (torch.cat([one, two], -1)[0] for one, two in (
+        (output.logits, output.boxes), (expected.logits, expected.pred_boxes),
+    ))  # fmt: skip
+    nearest = torch.cdist(mine, reference_values, p=float("inf")).amin(-1)  # (Q,)
+    assert (nearest < 1e-4).float().mean() > 0.97
+    assert (other.logits - output.logits).abs().max() > 1e-2
+
+
+def test_same_losses(tmp_path: Path) -> None:
+    theirs = reference(freeze_backbone_batch_norms=False, num_denoising=0)
+    theirs.save_pretrained(tmp_path)
+    ours = rtdetrv2_r18(80, denoising_queries=0)
+    load_theirs(ours, tmp_path)
+    images, (labels, boxes) = random_images(2, 224, 256), some_labels()
+    given = [{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)]
+    expected = theirs.train()(images, labels=given)
+    targets = Targets.from_lists(boxes, labels)
+    losses = Criterion(matcher=HungarianMatcher())(ours.train()(images, targets), targets)
+    suffixes = {"decoder_0": "_aux_0", "decoder_1": "_aux_1", "decoder_2": "", "encoder": "_aux_2"}
+    for name, suffix in suffixes.items():
+        for term, other in {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}.items():
+            reference_value = expected.loss_dict[other + suffix]
+            torch.testing.assert_close(losses[f"{name}/{term}"], reference_value, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses["total"], expected.loss, rtol=1e-4, atol=1e-4)
