@@ -20,7 +20,7 @@ from vitdet.devices import autocast_dtype, pick_device
 from vitdet.engine.checkpoint import save_training_state, save_weights
 from vitdet.engine.trainer import Trainer
 from vitdet.errors import UserError
-from vitdet.structures import ClassMap
+from vitdet.structures import ClassMap, Preprocessing
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,15 @@ def test_no_average_where_none_is_wanted(tiny_set: Path, tmp_path: Path) -> None
 
 
 def test_loss_weights_arrive() -> None:
-    loss = LossSection(
-        vfl=2, box=3, giou=4, fgl=10, ddf=11, union=True, match_class=5, match_box=6, match_giou=7, one_to_many=9, dense=0.5
-    )  # fmt: skip
-    criterion = build_criterion(loss)
+    numbers = {
+        "vfl": 2, "mal": 12, "ce": 13, "box": 3, "giou": 4, "fgl": 10, "ddf": 11, "union": True, "match_class": 5,
+        "match_box": 6, "match_giou": 7, "one_to_many": 9, "dense": 0.5,
+    }  # fmt: skip
+    for kind in ("mal", "ce"):
+        other = build_criterion(LossSection(classification=kind, no_object=0.3, **numbers), epochs=10)
+        assert other.weights == {kind: numbers[kind], "box": 3, "giou": 4, "fgl": 10, "ddf": 11}
+        assert (other.no_object, other.matcher.softmax) == (0.3, kind == "ce")
+    criterion = build_criterion(LossSection(**numbers), epochs=10)
     assert criterion.weights == {"vfl": 2, "box": 3, "giou": 4, "fgl": 10, "ddf": 11}
     assert criterion.union
     matcher = criterion.matcher
@@ -84,10 +89,43 @@ def test_loss_weights_arrive() -> None:
     assert (criterion.count, criterion.dense_weight) == (9, 0.5)
 
 
+def test_the_loss_of_the_classes_is_the_models() -> None:
+    """DETR's with its cost of 1, the others' with 2, where the run does not say another."""
+    for no_object, kind, cost in ((False, "vfl", 2.0), (True, "ce", 1.0)):
+        criterion = build_criterion(LossSection(), epochs=1, no_object=no_object)
+        assert (criterion.classification, criterion.matcher.class_cost) == (kind, cost)
+    assert build_criterion(LossSection(classification="mal"), epochs=1).classification == "mal"
+    assert build_criterion(LossSection(classification="ce"), epochs=1).matcher.softmax
+
+
+def test_images_are_mixed_in_their_epochs(tiny_set: Path, tmp_path: Path) -> None:
+    """DEIM: mosaic and mixup from 4 to 64 of 132 epochs; other augmentation and other sizes until 120."""
+    trainer = build(
+        tiny_set, tmp_path / "run", train={"epochs": 132}, data={"sizes": [[32, 64], [96, 64]]},
+        augment={"mosaic": 0.5, "mixup": 0.5, "mix_from": 0.0303, "mix_until": 0.4848, "strong_until": 0.9091},
+    )  # fmt: skip
+    seen = {}
+    for epoch in (3, 4, 63, 64, 119, 120):
+        trainer.sampler.set_epoch(epoch)
+        keys = [key for batch in trainer.sampler for key in batch]
+        seen[epoch] = (keys[0].strong, keys[0].mix, {key.size for key in keys} == {(64, 64)})
+    off, on = (True, False, False), (True, True, False)
+    assert seen == {3: off, 4: on, 63: on, 64: off, 119: off, 120: (False, False, True)}
+    with pytest.raises(ValueError, match="mix_from below mix_until"):
+        build(tiny_set, tmp_path, augment={"mosaic": 0.5, "mix_from": 0.5, "mix_until": 0.4})
+
+
+def test_matching_changes_at_its_share_of_the_epochs() -> None:
+    assert build_criterion(LossSection(), epochs=160).quality_from is None
+    assert build_criterion(LossSection(match_quality_from=0.85), epochs=160).quality_from == 136
+
+
 def test_the_rate_is_the_schedules() -> None:
     rate = build_rate(OptimSection(schedule="flat_cosine", flat=0.5, final=0.1, warmup=0.1), 100)
     assert [rate(step) for step in (0, 10, 49, 75)] == pytest.approx([1 / 11, 1, 1, 0.55])
     assert build_rate(OptimSection(warmup=0.5, warmup_steps=3), 100)(3) == 1.0
+    rate = build_rate(OptimSection(schedule="cosine", settled=0.2, final=0.1, warmup=0.1, ramp="quadratic"), 100)
+    assert [rate(step) for step in (0, 80, 99)] == pytest.approx([1 / 121, 0.1, 0.1])
 
 
 def test_the_seed_gives_the_first_weights(tiny_set: Path, tmp_path: Path) -> None:
@@ -229,7 +267,7 @@ def test_data_of_other_classes_is_not_evaluated(tiny_set: Path, tmp_path: Path) 
 def test_evaluation_leaves_the_model_as_it_was(tiny_set: Path, tmp_path: Path) -> None:
     trainer = build(tiny_set, tmp_path)
     data = read_split(tiny_set, "val")
-    loader = build_eval_loader(data, size=(64, 64), batch=4, workers=0, cache=False)
+    loader = build_eval_loader(data, Preprocessing((64, 64)), batch=4, workers=0, cache=False)
     evaluate = build_evaluation(data, loader, backend="hotcoco", top_k=3, device=torch.device("cpu"))
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.model.train()
@@ -245,7 +283,7 @@ def test_boxes_are_in_pixels_of_the_original(tiny_set: Path, tmp_path: Path) -> 
     """A model that answers with the ground truth scores 1, whatever the size it sees."""
     trainer = build(tiny_set, tmp_path)
     data = read_split(tiny_set, "val")
-    loader = build_eval_loader(data, size=(32, 64), batch=4, workers=0, cache=False)
+    loader = build_eval_loader(data, Preprocessing((32, 64)), batch=4, workers=0, cache=False)
 
     class Oracle(torch.nn.Module):
         metadata = trainer.metadata

@@ -89,7 +89,7 @@ def test_a_number_with_an_exponent_and_no_point(config: Path) -> None:
         ("train.epochs=1.5", ["'train.epochs'", "integer", "1.5"]),
         ("optim.lr=-1", ["'optim.lr'", "greater than 0", "got -1"]),
         ("augment.mosaic=1.5", ["'augment.mosaic'", "less than or equal to 1", "got 1.5"]),
-        ("optim.schedule=linear", ["'optim.schedule'", "'constant', 'cosine' or 'flat_cosine'", "'linear'"]),
+        ("optim.schedule=linear", ["'optim.schedule'", "'constant', 'cosine', 'flat_cosine' or 'step'", "'linear'"]),
         ("train.epochs=", ["'train.epochs'", "integer", "got nothing"]),
         ("data.size=[0, 64]", ["'data.size' must be (height, width) in pixels, got [0, 64]"]),
         ("data.sizes=[[64, 64], [64, -70]]", ["'data.sizes' must be (height, width) in pixels, got [64, -70]"]),

@@ -315,6 +315,23 @@ def second_implementations(module: str, source: str) -> list[str]:
     return wrong
 
 
+# What the detectors share -> what nothing else can be written without.
+WRITTEN_ONCE = {
+    "vitdet/core/deformable.py": [r"\bgrid_sample\(", r"class \w*Deformable\w*\("],
+    "vitdet/detectors/denoising.py": [r"class Denoising\w*", r"label_noise / 2"],
+    "vitdet/detectors/query_selection.py": [r"class QuerySelection\(", r"def make_anchors\("],
+    "vitdet/losses/matcher.py": [r"\blinear_sum_assignment\(", r"class \w*Matcher\b"],
+    "vitdet/losses/criterion.py": [r"in output\.supervised\.items\(\)"],
+    "vitdet/detectors/hybrid_encoder.py": [r"class HybridEncoder\(", r"def attend_within\("],
+}
+
+
+@pytest.mark.parametrize(("place", "pattern"), [(place, one) for place, many in WRITTEN_ONCE.items() for one in many])
+def test_what_detectors_share_is_written_once(place: str, pattern: str) -> None:
+    found = [path.relative_to(ROOT).as_posix() for path in MODULES.values() if re.search(pattern, path.read_text())]
+    assert found == [place]
+
+
 def test_the_core_alone_implements_the_transformer() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {what}"

@@ -35,6 +35,16 @@ class ModelSection(Section):
     num_classes: int | None = Field(default=None, ge=1, description="taken from the data; a number only to check it")
     overrides: dict[str, Any] = Field(default_factory=dict, description="arguments of the model")
     weights: str | None = Field(default=None, description="what to start from: anything vitdet.load_model takes")
+    backbone_weights: str | None = Field(
+        default=None, description="what a detector's backbone starts from: a classifier's weights, whoever made them"
+    )
+
+    @model_validator(mode="after")
+    def one_start(self) -> ModelSection:
+        """A whole model's weights have its backbone's."""
+        if self.weights is not None and self.backbone_weights is not None:
+            raise ValueError("has weights and backbone_weights; keep the one that the run shall start from")
+        return self
 
 
 class DataSection(Section):
@@ -114,7 +124,25 @@ class AugmentSection(Section):
     size_crop: float = Field(default=0.0, ge=0, le=1, description="DETR's crop")
     mosaic: float = Probability
     mixup: float = Probability
-    strong_until: float = Field(default=0.9, ge=0, le=1, description="share of the epochs")
+    mix_from: float = Field(default=0.0, ge=0, le=1, description="share of the epochs before mosaic and mixup")
+    mix_until: float | None = Field(
+        default=None, ge=0, le=1, description="the one at which they end; strong_until where not given"
+    )
+    strong_until: float = Field(
+        default=0.9, ge=0, le=1, description="share of the epochs; data.sizes are drawn until then, too"
+    )
+    min_box: float = Field(default=1.0, ge=0, description="pixels; boxes with a shorter side are dropped")
+
+    @model_validator(mode="after")
+    def in_time(self) -> AugmentSection:
+        """Mosaic and mixup begin before they end."""
+        until = self.strong_until if self.mix_until is None else self.mix_until
+        if (self.mosaic or self.mixup) and not self.mix_from < until <= self.strong_until:
+            raise ValueError(
+                "needs mix_from below mix_until, and that at most strong_until; "
+                f"got {self.mix_from}, {until}, {self.strong_until}"
+            )
+        return self
 
     @field_validator("scale_jitter")
     @classmethod
@@ -170,9 +198,11 @@ class OptimSection(Section):
     weight_decay: float = Field(default=1e-4, ge=0)
     layer_decay: float = Field(default=1.0, gt=0, le=1, description="rate of a backbone's layer over that of the next")
     betas: tuple[float, float] = (0.9, 0.999)
-    schedule: Literal["constant", "cosine", "flat_cosine"] = "cosine"
-    flat: float = Field(default=0.5, ge=0, le=1, description="share of the run before flat_cosine falls")
+    schedule: Literal["constant", "cosine", "flat_cosine", "step"] = "cosine"
+    flat: float = Field(default=0.5, ge=0, le=1, description="share of the run before flat_cosine or step falls")
     final: float = Field(default=0.0, ge=0, le=1, description="last learning rate over lr")
+    settled: float = Field(default=0.0, ge=0, le=1, description="share of the run, its last, at the last learning rate")
+    ramp: Literal["linear", "quadratic"] = Field(default="linear", description="how the rate grows in the warm-up")
     warmup: float = Field(default=0.05, ge=0, le=1, description="share of the run")
     warmup_steps: int = Field(default=2000, ge=0, description="at most")
     clip_norm: float = Field(default=0.1, ge=0, description="0 for none")
@@ -181,12 +211,23 @@ class OptimSection(Section):
 class LossSection(Section):
     """Weights of the losses and of the matching cost."""
 
+    classification: Literal["vfl", "mal", "ce"] | None = Field(
+        default=None,
+        description="of the classes: varifocal, matchability-aware (DEIM), cross-entropy (DETR); "
+        "null: ce for a model with a logit for no object, else vfl",
+    )
     vfl: float = Field(default=1.0, ge=0)
+    mal: float = Field(default=1.0, ge=0)
+    ce: float = Field(default=1.0, ge=0)
+    no_object: float = Field(default=0.1, gt=0, le=1, description="of queries without a target, in the cross-entropy")
     box: float = Field(default=5.0, ge=0)
     giou: float = Field(default=2.0, ge=0)
-    match_class: float = Field(default=2.0, ge=0)
+    match_class: float | None = Field(default=None, ge=0, description="1 with ce and 2 else where not given")
     match_box: float = Field(default=5.0, ge=0)
     match_giou: float = Field(default=2.0, ge=0)
+    match_quality_from: float | None = Field(
+        default=None, ge=0, le=1, description="share of the epochs after which score times IoU decides alone (DEIM)"
+    )
     fgl: float = Field(default=0.15, ge=0, description="fine-grained localisation (D-FINE)")
     ddf: float = Field(default=1.5, ge=0, description="distillation between layers (D-FINE)")
     union: bool = Field(default=False, description="boxes learn from the matches of all layers together (D-FINE)")

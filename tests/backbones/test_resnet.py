@@ -1,4 +1,4 @@
-"""ResNet-vd: published sizes, torchvision's blocks with the same weights, any image size."""
+"""ResNet, plain and vd: published sizes, equality with torchvision's where both hold the same weights, any size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchvision.models import resnet as reference
+from torchvision.models._utils import IntermediateLayerGetter
+from torchvision.ops import FrozenBatchNorm2d
 
 from vitdet.backbones.layers import ConvNorm
 from vitdet.backbones.resnet import (
@@ -16,9 +18,15 @@ from vitdet.backbones.resnet import (
     ResNet,
     resnet18_vd,
     resnet34_vd,
+    resnet50,
     resnet50_vd,
     resnet101_vd,
 )
+from vitdet.errors import UserError
+from vitdet.weights.resnet import convert
+from vitdet.weights.rules import load_strict
+
+COUNTERS = ("*.num_batches_tracked",)
 
 # Variants C and D replace the 7×7 convolution of the stem (3·64·49 weights) and its norm by three 3×3 and theirs.
 STEM = (3 * 32 + 32 * 32 + 32 * 64) * 9 + 2 * (32 + 32 + 64) - (3 * 64 * 49 + 2 * 64)
@@ -131,3 +139,60 @@ def test_convolutions_start_with_he_deviation() -> None:
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
     wider = model.stages[3][0].convs[0].conv.weight  # 256 to 512: the outgoing connections count
     assert wider.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """Batch statistics and scales that matter."""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("running_var"):
+                value.uniform_(1, 3)
+            elif value.ndim == 1 and value.is_floating_point():
+                value.add_(0.1 * torch.randn_like(value))
+    return model
+
+
+@pytest.mark.parametrize("dilated", [False, True], ids=["plain", "dilated"])
+@pytest.mark.parametrize("size", [(64, 96), (97, 75)], ids=["even", "odd"])
+def test_equal_to_torchvisions(dilated: bool, size: tuple[int, int]) -> None:
+    theirs = lively(reference.resnet50(replace_stride_with_dilation=[False, False, dilated])).eval()
+    ours = resnet50(dilated=dilated).eval()
+    load_strict(ours, convert(theirs.state_dict()), allow_unexpected=COUNTERS)
+    layers = {"layer2": "0", "layer3": "1", "layer4": "2"}
+    images = torch.randn(2, 3, *size)
+    with torch.inference_mode():
+        expected = list(IntermediateLayerGetter(theirs, layers)(images).values())
+        found = ours(images)
+    assert ours.strides == [8, 16, 16 if dilated else 32]
+    for one, other, channels in zip(found, expected, ours.channels, strict=True):
+        assert one.shape[1] == channels
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_dilation_changes_the_last_stage_only() -> None:
+    plain, dilated = resnet50().eval(), resnet50(dilated=True).eval()
+    dilated.load_state_dict(plain.state_dict())
+    images = torch.randn(1, 3, 64, 64)
+    with torch.inference_mode():
+        one, other = plain(images), dilated(images)
+    assert torch.equal(one[1], other[1])
+    assert other[2].shape[-2:] == one[1].shape[-2:]
+
+
+def test_frozen_norms_have_no_parameters() -> None:
+    frozen = resnet50(frozen_norm=True)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in frozen.modules())
+    assert sum(isinstance(module, FrozenBatchNorm2d) for module in frozen.modules()) == 53
+    assert sum(parameter.numel() for parameter in frozen.parameters()) == 23_454_912
+    load_strict(frozen, convert(reference.resnet50().state_dict()), allow_unexpected=COUNTERS)
+
+
+def test_basic_blocks_without_pools_project_where_they_must() -> None:
+    network = ResNet(depths=(1, 1), block=BasicBlock, stem=(16,), widths=(16, 32), pooled=False, out_stages=(0, 1))
+    assert isinstance(network.stages[0][0].shortcut, nn.Identity)
+    assert [tuple(one.shape) for one in network(torch.randn(1, 3, 32, 32))] == [(1, 16, 8, 8), (1, 32, 4, 4)]
+
+
+def test_a_file_of_another_network_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no plain ResNet's \(the first is 'cls_token'\)"):
+        convert({"cls_token": torch.zeros(1, 1, 8)})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from vitdet.core.masks import causal_mask, group_mask, padding_mask, sliding_window_mask
+from vitdet.core.masks import causal_mask, group_mask, padding_mask, sliding_window_mask, valid_cells
 
 
 def test_causal() -> None:
@@ -41,3 +42,12 @@ def test_padding() -> None:
     found = padding_mask(torch.arange(3) < torch.tensor([[2], [0], [3]]))
     assert found.shape == (3, 1, 1, 3)
     assert found.flatten(1).int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("length", "cells"), [(64, 2), (97, 4), (800, 25), (1333, 42), (203, 7)])
+def test_cells_are_those_of_a_shrunken_pixel_mask(length: int, cells: int) -> None:
+    lengths = torch.arange(1, length + 1)
+    mask = (torch.arange(length) < lengths[:, None])[:, None, None].expand(-1, 1, 5, -1).float()
+    expected = F.interpolate(mask, size=(2, cells))[:, 0, 0].bool()
+    assert torch.equal(valid_cells(lengths, length, cells), expected)
+    assert valid_cells(lengths, length, cells).any(-1).all()  # every image has a cell

@@ -20,6 +20,7 @@ from vitdet.core.positions import (
     rotate,
     sinusoidal_1d,
     sinusoidal_2d,
+    sinusoidal_shares,
 )
 
 DOUBLE = torch.float64
@@ -238,3 +239,20 @@ def test_angles_are_exact_where_the_device_can() -> None:
     assert exact_dtype("mps") == torch.float32
     far = sinusoidal_1d(1, 2, start=10**7)  # in float32, position times frequency would be rounded first
     assert far[0].tolist() == pytest.approx([math.sin(10**7), math.cos(10**7)], abs=1e-6)
+
+
+def test_shares_of_padded_images_by_hand() -> None:
+    rows = torch.tensor([[True, True, False], [True, True, True]])
+    columns = torch.tensor([[True, True, True, True], [True, False, False, False]])
+    found = sinusoidal_shares(rows, columns, 8).unflatten(1, (3, 4))
+    assert found.dtype == torch.float32
+    for image, (height, width) in enumerate([(2, 4), (3, 1)]):
+        for y in range(height):
+            for x in range(width):
+                expected = []
+                for place, length in ((y, height), (x, width)):
+                    angle = (place + 1) / (length + 1e-6) * 2 * math.pi
+                    expected += [math.sin(angle), math.cos(angle), math.sin(angle / 100), math.cos(angle / 100)]
+                assert found[image, y, x].tolist() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="divisible by 4"):
+        sinusoidal_shares(rows, columns, 6)

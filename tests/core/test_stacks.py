@@ -158,3 +158,13 @@ def test_decoder_ends_in_its_norm() -> None:
         expected = block(expected, memory, causal=True)
     torch.testing.assert_close(stack(x, memory, causal=True), stack.norm(expected), rtol=0, atol=0)
     assert isinstance(DecoderStack(stack.layers).norm, nn.Identity)
+
+
+@torch.no_grad()
+def test_taps_of_a_decoder() -> None:
+    stack, x, memory, pos = decoder(), tokens(5), tokens(4), tokens(5)
+    mask = padding_mask(torch.arange(4) < torch.tensor([[3], [4]]))
+    context = {"memory_pos": tokens(4), "mask": mask}
+    last, first = stack.taps(x, memory, [-1, 0], context=context, query_pos=pos)
+    assert torch.equal(last, stack(x, memory, context=context, query_pos=pos))
+    assert torch.equal(first, stack.norm(stack.layers[0](x, memory, context=context, query_pos=pos)))

@@ -73,6 +73,7 @@ def test_mixing_is_on_while_strong(make_set: MakeSet, option: str) -> None:
     plain = DetectionDataset(data, transform=EvalTransform())
     mixed = DetectionDataset(data, transform=EvalTransform(), **{option: 1.0})
     assert equal(mixed[KEY._replace(strong=False)], plain[KEY])
+    assert equal(mixed[KEY._replace(mix=False)], plain[KEY])
     image, target = mixed[KEY]
     assert image.shape == (48, 64, 3)
     assert len(target["labels"]) > 3  # one image has 3

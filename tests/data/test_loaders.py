@@ -65,6 +65,26 @@ def test_keys_carry_epoch_size_and_policy() -> None:
     assert all(key.strong for batch in sampler(epoch=99) for key in batch)
 
 
+def test_the_last_epochs_have_one_size_where_given() -> None:
+    batches = sampler(sizes=SIZES, strong_until=2, final_size=(96, 96))
+    sizes = {}
+    for epoch in (1, 2):
+        batches.set_epoch(epoch)
+        sizes[epoch] = {key.size for batch in batches for key in batch}
+    assert (96, 96) not in sizes[1]
+    assert sizes[2] == {(96, 96)}
+
+
+def test_images_are_mixed_in_some_epochs() -> None:
+    batches = sampler(mix=(1, 3))
+    found = []
+    for epoch in range(4):
+        batches.set_epoch(epoch)
+        found.append({key.mix for batch in batches for key in batch})
+    assert found == [{False}, {True}, {True}, {False}]
+    assert all(key.mix for batch in sampler(epoch=99) for key in batch)
+
+
 def test_resuming_continues_with_the_next_batch() -> None:
     whole = list(sampler(sizes=SIZES, epoch=2))
     resumed = sampler(sizes=SIZES)

@@ -1,19 +1,17 @@
-"""Images that keep their proportions: sizes, padding, targets, DETR's crop; and from image to detections."""
+"""Images that keep their proportions: sizes, padding, targets, DETR's crop."""
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from vitdet.data.loaders import collate, stack_images
 from vitdet.data.transforms import EvalTransform, TrainTransform, proportional, to_input
-from vitdet.inference.predictor import Predictor
-from vitdet.structures import ClassMap, DetectorOutput, Preprocessing
+from vitdet.structures import Preprocessing
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -127,36 +125,5 @@ def test_the_crop_keeps_what_reaches_into_it() -> None:
     assert 384 * 300 / 600 - 10 <= min(widths) < max(widths) <= 600 * 300 / 400 + 10
 
 
-class Telling(nn.Module):
-    """Answers with a box around the left half of every image, and notes what it is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metadata = SimpleNamespace(
-            class_map=ClassMap((1, 2), ("a", "b")), preprocessing=Preprocessing((40, 40), MEAN, STD, longest=80)
-        )
-        self.shown: list[tuple[tuple[int, ...], list | None]] = []
-
-    def forward(self, images: Tensor, sizes: Tensor | None = None) -> DetectorOutput:
-        self.shown.append((tuple(images.shape), None if sizes is None else sizes.tolist()))
-        logits = torch.tensor([[[0.0, 5.0, 0.0], [0.0, 0.0, 9.0]]]).expand(len(images), -1, -1)
-        boxes = torch.tensor([[[0.25, 0.5, 0.5, 1.0]] * 2]).expand(len(images), -1, -1)
-        return DetectorOutput(logits, boxes, no_object=True)
-
-
-def test_from_images_of_several_sizes_to_detections() -> None:
-    model = Telling()
-    predictor = Predictor(model, device="cpu", batch_size=2)
-    images = [np.zeros((100, 150, 3), np.uint8), np.zeros((200, 100, 3), np.uint8), np.zeros((100, 100, 3), np.uint8)]
-    found = predictor(images)
-    assert model.shown == [((2, 3, 80, 60), [[40, 60], [80, 40]]), ((1, 3, 40, 40), None)]
-    for result, image in zip(found, images, strict=True):
-        assert result.names == ["b"]  # the second query sees no object
-        height, width = image.shape[:2]
-        assert result.boxes_xyxy.tolist() == [[0, 0, width / 2, height]]
-
-
 def test_collate_can_go_to_workers() -> None:
-    import pickle
-
     assert pickle.loads(pickle.dumps(partial(collate, pad=True))).keywords == {"pad": True}

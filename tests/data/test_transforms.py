@@ -15,12 +15,11 @@ from vitdet.data.transforms import (
     EvalTransform,
     Sample,
     TrainTransform,
-    _best_iou,
-    _iou_crop,
     render,
     resize,
     to_input,
 )
+from vitdet.data.windows import best_iou, iou_crop
 from vitdet.structures import Preprocessing
 
 SIZE = (64, 80)
@@ -229,7 +228,7 @@ def test_zoom_out_covers_its_range() -> None:
 def test_iou_crop_keeps_what_it_promises() -> None:
     """Sides 0.3 to 1, aspect 0.5 to 2, and at least one box's centre inside; often it crops, sometimes it doesn't."""
     _, boxes, _ = squares()
-    windows = [_iou_crop((0, 0, 200, 120), boxes, np.random.default_rng(seed)) for seed in range(300)]
+    windows = [iou_crop((0, 0, 200, 120), boxes, np.random.default_rng(seed)) for seed in range(300)]
     whole = sum(window == (0, 0, 200, 120) for window in windows)
     assert 10 < whole < 150  # one bound in seven, and small boxes seldom allow 0.7 or 0.9
     for x0, y0, x1, y1 in windows:
@@ -246,7 +245,7 @@ def test_best_iou() -> None:
     crops = np.array([[0, 0, 10, 10], [0, 0, 20, 20], [50, 50, 60, 60]])
     boxes = np.array([[0, 0, 10, 20], [8, 8, 40, 40]], dtype=np.float32)
     # The first: 100 shared of 200 with a box whose centre lies on its edge: not contained. The second: 200 of 400.
-    assert _best_iou(crops, boxes).tolist() == [-1.0, 0.5, -1.0]
+    assert best_iou(crops, boxes).tolist() == [-1.0, 0.5, -1.0]
 
 
 def test_crop_drops_by_centre_and_clips() -> None:

@@ -37,7 +37,7 @@ def small() -> Callable[..., DETR]:
 
 @pytest.mark.parametrize(
     ("build", "count"),
-    zip(BUILDERS, [41_524_768, 41_524_768, 60_464_672, 60_464_672], strict=True),
+    list(zip(BUILDERS, [41_524_768, 41_524_768, 60_464_672, 60_464_672], strict=True)),
     ids=["r50", "r50_dc5", "r101", "r101_dc5"],
 )
 def test_published_number_of_parameters(build: Callable[..., DETR], count: int) -> None:

@@ -206,3 +206,32 @@ def test_a_foreign_class_map_is_named(model: BrightRectangle) -> None:
     model.metadata.class_map = ClassMap(ids=(1,), names=("thing",))
     with pytest.raises(UserError, match="the model has 2 classes but its class map 1; load the map"):
         Predictor(model, device="cpu")(scene(32, 48))
+
+
+class LeftHalf(nn.Module):
+    """Answers with a box around the left half of every image, and notes what it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata = SimpleNamespace(
+            class_map=ClassMap((1, 2), ("a", "b")), preprocessing=Preprocessing((40, 40), longest=80)
+        )
+        self.shown: list[tuple[tuple[int, ...], list | None]] = []
+
+    def forward(self, images: Tensor, sizes: Tensor | None = None) -> DetectorOutput:
+        self.shown.append((tuple(images.shape), None if sizes is None else sizes.tolist()))
+        logits = torch.tensor([[[0.0, 5.0, 0.0], [0.0, 0.0, 9.0]]]).expand(len(images), -1, -1)
+        boxes = torch.tensor([[[0.25, 0.5, 0.5, 1.0]] * 2]).expand(len(images), -1, -1)
+        return DetectorOutput(logits, boxes, no_object=True)
+
+
+def test_from_images_of_several_sizes_to_detections() -> None:
+    model = LeftHalf()
+    predictor = Predictor(model, device="cpu", batch_size=2)
+    images = [np.zeros((100, 150, 3), np.uint8), np.zeros((200, 100, 3), np.uint8), np.zeros((100, 100, 3), np.uint8)]
+    found = predictor(images)
+    assert model.shown == [((2, 3, 80, 60), [[40, 60], [80, 40]]), ((1, 3, 40, 40), None)]
+    for result, image in zip(found, images, strict=True):
+        assert result.names == ["b"]  # the second query sees no object
+        height, width = image.shape[:2]
+        assert result.boxes_xyxy.tolist() == [[0, 0, width / 2, height]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from vitdet.errors import UserError
 from vitdet.losses.criterion import Criterion, gather_targets
 from vitdet.losses.matcher import HungarianMatcher
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
@@ -198,3 +201,120 @@ def test_gathering() -> None:
     assert torch.equal(boxes[0, [0, 2, 3]], targets.boxes[0, [1, 0, 1]])
     assert torch.equal(labels[1, [0, 1, 3]], targets.labels[1, [2, 0, 1]])
     assert boxes.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["vfl", "mal"])
+def test_the_class_term_is_named_by_its_loss(kind: str) -> None:
+    one, targets = prediction(), random_targets(2, 3)
+    found = criterion(classification=kind, vfl_weight=2, mal_weight=3)(output(a=one), targets)
+    assert set(found) == {f"a/{kind}", "a/box", "a/giou", "total"}
+    plain = criterion(classification=kind)(output(a=one), targets)
+    factor = {"vfl": 2, "mal": 3}[kind]
+    torch.testing.assert_close(found[f"a/{kind}"], factor * plain[f"a/{kind}"])
+
+
+def no_object_criterion(**options) -> Criterion:
+    return Criterion(matcher=HungarianMatcher(softmax=True), **options)
+
+
+def test_more_targets_do_not_divide_the_cross_entropy() -> None:
+    """It is a mean over queries, and not divided by the targets as the other terms are."""
+    logits, boxes = torch.zeros(1, 4, 3), torch.full((1, 4, 4), 0.5)
+    given = DetectorOutput(logits, boxes, {"x": SupervisedOutput(logits, boxes)}, no_object=True)
+    for count in (0, 1, 3):
+        targets = Targets.from_lists([torch.full((count, 4), 0.5)], [torch.zeros(count, dtype=torch.int64)])
+        losses = no_object_criterion(no_object=0.5, ce_weight=2.0)(given, targets)
+        assert set(losses) == {"x/ce", "x/box", "x/giou", "total"}
+        assert losses["x/ce"].item() == pytest.approx(2 * math.log(3), abs=1e-6)
+
+
+def test_a_loss_for_other_logits_is_refused() -> None:
+    targets = random_targets(1, 1)
+    plain = output(a=prediction())
+    with pytest.raises(UserError) as error:
+        no_object_criterion()(plain, targets)
+    assert str(error.value) == (
+        "the model has no logit for 'no object', which loss.classification=ce needs; set it to vfl or mal"
+    )
+    plain.no_object = True
+    with pytest.raises(UserError) as error:
+        criterion(classification="mal")(plain, targets)
+    assert str(error.value) == (
+        "the model has a logit for 'no object', which loss.classification=mal leaves out; set it to ce"
+    )
+
+
+@pytest.mark.parametrize(
+    ("softmax", "options", "message"),
+    [
+        (False, {"classification": "focal"}, "one of vfl, mal, ce, got 'focal'"),
+        (False, {"classification": "ce"}, "do not go together"),
+        (True, {"classification": "vfl"}, "do not go together"),
+        (True, {"no_object": 0.0}, r"no_object is a weight in \(0, 1\]"),
+        (True, {"no_object": 1.5}, r"no_object is a weight in \(0, 1\]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(softmax: bool, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Criterion(matcher=HungarianMatcher(softmax=softmax), **options)
+
+
+def test_matching_changes_at_its_epoch() -> None:
+    never, changing = criterion(), criterion(quality_from=3)
+    found = []
+    for epoch in (0, 2, 3, 4, 1):  # a run may be taken up at any epoch
+        never.set_epoch(epoch)
+        changing.set_epoch(epoch)
+        assert not never.matcher.by_quality
+        found.append(changing.matcher.by_quality)
+    assert found == [False, False, True, True, False]
+
+
+def autograd_graph(loss: Tensor) -> list[str]:
+    """Names of all that backward will run, in the order in which it is met."""
+    names, queue, seen = [], [loss.grad_fn], set()
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            queue += [following for following, _ in node.next_functions]
+    return names
+
+
+def lively_predictions(classes: int, index: Tensor) -> dict[str, SupervisedOutput]:
+    """Sure logits and a box of no area, matched in each of the three ways."""
+    boxes = random_boxes(2, 40)
+    boxes[:, 0, 2:] = 0
+    logits, boxes = (30 * torch.randn(2, 40, classes)).requires_grad_(), boxes.requires_grad_()
+    return {
+        "a": SupervisedOutput(logits, boxes), "b": SupervisedOutput(logits, boxes, "one_to_many"),
+        "c": SupervisedOutput(logits, boxes, "given", index, 4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("classes", [1, 80])
+@pytest.mark.parametrize("by_quality", [False, True])
+@pytest.mark.parametrize("kind", ["vfl", "mal", "ce"])
+def test_finite_and_of_one_graph_whatever_the_targets(kind: str, by_quality: bool, classes: int) -> None:
+    """Without objects, with padding alone, with few and with 300 an image, of which most find no query."""
+    softmax = kind == "ce"
+    one = Criterion(matcher=HungarianMatcher(softmax=softmax), classification=kind)
+    one.matcher.by_quality = by_quality
+    few, many = (
+        Targets.from_lists([random_boxes(n) for n in counts], [torch.randint(classes, (n,)) for n in counts])
+        for counts in ((3, 0), (300, 300))
+    )
+    graphs = []
+    for targets in (EMPTY, PADDING, few, many):
+        index = torch.where(torch.rand(2, 40) < 0.5, 0, -1) if targets is many else torch.full((2, 40), -1)
+        supervised = lively_predictions(classes + softmax, index)
+        losses = one(DetectorOutput(*torch.zeros(2, 1), supervised, no_object=softmax), targets)
+        assert all(loss.isfinite() for loss in losses.values())
+        graphs.append(autograd_graph(losses["total"]))
+        losses["total"].backward()
+        for leaf in (supervised["a"].logits, supervised["a"].boxes):
+            assert leaf.grad.isfinite().all()
+        assert supervised["a"].boxes.grad.any() == targets.valid.any()
+    assert all(graph == graphs[0] for graph in graphs)
+    assert len(graphs[0]) > 50

@@ -43,6 +43,42 @@ def test_cost_by_hand() -> None:
     assert matcher.cost(logits, boxes, targets).flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_softmax_cost_is_minus_the_probability() -> None:
+    matcher = HungarianMatcher(class_cost=3.0, box_cost=0.0, giou_cost=0.0, softmax=True)
+    logits = torch.tensor([[[math.log(2.0), 0.0, math.log(5.0)]]])  # probabilities 2/8, 1/8, and 5/8 for no object
+    targets = Targets.from_lists([torch.full((2, 4), 0.5)], [torch.tensor([0, 1])])
+    cost = matcher.cost(logits, torch.full((1, 1, 4), 0.5), targets)
+    assert cost.flatten().tolist() == pytest.approx([-0.75, -0.375], abs=1e-6)
+    no_class = Targets.from_lists([torch.full((1, 4), 0.5)], [torch.tensor([2])])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        matcher.cost(logits, torch.full((1, 1, 4), 0.5), no_class)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_cost_by_quality_by_hand(softmax: bool) -> None:
+    """Minus the score times the IoU to its power: 1/3 for a box moved by half its width, 0 for one far away."""
+    matcher = HungarianMatcher(class_cost=7.0, softmax=softmax, iou_power=2.0)
+    matcher.by_quality = True
+    logits = torch.tensor([[[math.log(3.0), 0.0, math.log(4.0)]]])  # sigmoid 3/4, 1/2; softmax 3/8, 1/8
+    boxes = torch.tensor([[[0.3, 0.5, 0.2, 0.2]]])
+    places = torch.tensor([[0.4, 0.5, 0.2, 0.2], [0.3, 0.5, 0.2, 0.2], [0.8, 0.5, 0.2, 0.2]])
+    targets = Targets.from_lists([places], [torch.tensor([0, 1, 0])])
+    score = (3 / 8, 1 / 8) if softmax else (3 / 4, 1 / 2)
+    expected = [-score[0] / 9, -score[1], 0.0]
+    assert matcher.cost(logits, boxes, targets).flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_by_quality_a_better_box_beats_a_surer_one() -> None:
+    """The usual cost gives the target to the sure query; IoU⁴ makes 0.6 · 1 more than 0.95 · 0.7⁴."""
+    targets = Targets.from_lists([torch.tensor([[0.5, 0.5, 0.2, 0.2]])], [torch.tensor([0])])
+    boxes = torch.tensor([[[0.5, 0.5, 0.14, 0.2], [0.5, 0.5, 0.2, 0.2]]])  # IoU 0.7 and 1
+    output = SupervisedOutput(torch.logit(torch.tensor([[[0.95], [0.6]]])), boxes)
+    matcher = HungarianMatcher(class_cost=20.0)
+    assert matcher.one_to_one([output], targets)[0].tolist() == [[0, -1]]
+    matcher.by_quality = True
+    assert matcher.one_to_one([output], targets)[0].tolist() == [[-1, 0]]
+
+
 @pytest.mark.parametrize(("queries", "count"), [(5, 3), (4, 4), (3, 5)], ids=["fewer", "equal", "more targets"])
 def test_cheapest_of_all_assignments(queries: int, count: int) -> None:
     matcher, output, targets = HungarianMatcher(), prediction(2, queries, 3), random_targets([count, count], 3)

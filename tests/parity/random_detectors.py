@@ -6,14 +6,16 @@ sampling offsets), or whole branches would be compared that do nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitdet.structures import DetectorOutput
+from vitdet.structures import DetectorOutput, SupervisedOutput
 from vitdet.weights import rtdetr
 from vitdet.weights.files import read_state
 from vitdet.weights.rules import LoadReport, load_strict
@@ -103,3 +105,23 @@ def some_labels() -> tuple[list[Tensor], list[Tensor]]:
         torch.tensor([[0.5, 0.5, 0.9, 0.3]]),
     ]
     return labels, boxes
+
+
+def as_they_pair(output: DetectorOutput) -> DetectorOutput:
+    """A D-FINE's or DEIMv2's predictions as transformers' loss sees them.
+
+    The distributions of layer i are beside the scores and boxes of the prediction before it, the first box being their
+    first prediction, and the two lists are as long as the shorter one; the last layer's object queries have no
+    distributions there, and boxes are kept in the image. (The authors' code pairs as ours does.)
+    """
+    given = output.supervised
+    paired: dict[str, SupervisedOutput] = {}
+    for kind in ("decoder", "denoising"):
+        pre = f"{kind}_pre"
+        order = [pre, *(name for name in given if name.startswith(f"{kind}_") and name != pre)]
+        for before, name in itertools.pairwise(order[:-1] if kind == "decoder" else order if pre in given else []):
+            boxes = given[before].boxes.clamp(0, 1)
+            paired[before] = replace(given[before], boxes=boxes, edges=given[name].edges)
+    paired["final"] = SupervisedOutput(output.logits, output.boxes.clamp(0, 1))
+    paired["encoder"] = SupervisedOutput(given["encoder"].logits, given["encoder"].boxes)
+    return DetectorOutput(output.logits, output.boxes, paired)

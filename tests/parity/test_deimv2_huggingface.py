@@ -14,11 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.parity.random_detectors import random_images, theirs_in_our_order, with_random_values
+from tests.parity.random_detectors import (
+    as_they_pair,
+    random_images,
+    some_labels,
+    theirs_in_our_order,
+    with_random_values,
+)
 from vitdet.backbones.spatial_adapter import SpatialAdapter
 from vitdet.backbones.vit import ViT
 from vitdet.detectors.deimv2 import deimv2, deimv2_atto, deimv2_n
 from vitdet.detectors.rtdetr import RTDETR
+from vitdet.losses.criterion import Criterion
+from vitdet.losses.matcher import HungarianMatcher
+from vitdet.structures import DetectorOutput, Targets
 from vitdet.weights.deimv2 import arguments, convert
 from vitdet.weights.rules import load_strict
 
@@ -40,16 +49,16 @@ ATTO = {
 }  # fmt: skip
 
 
-def reference_atto() -> nn.Module:
+def reference_atto(*, but: tuple[str, ...] = (), **options) -> nn.Module:
     """Their model with the numbers of the published Atto."""
     config = transformers.Deimv2Config(
         backbone_config=transformers.HGNetV2Config(**ATTO), encoder_type="lite", encoder_layers=0,
         encoder_in_channels=[256], feat_strides=[16], encoder_hidden_dim=64, hidden_expansion=0.34, depth_mult=0.5,
         d_model=64, decoder_in_channels=[64, 64], num_feature_levels=2, decoder_n_points=[4, 2], decoder_layers=3,
         decoder_ffn_dim=160, num_queries=100, use_gateway=False, share_bbox_head=True, num_labels=80,
-        decoder_activation_function="silu",
+        decoder_activation_function="silu", **options,
     )  # fmt: skip
-    return with_random_values(transformers.Deimv2ForObjectDetection(config))
+    return with_random_values(transformers.Deimv2ForObjectDetection(config), but=but)
 
 
 def reference_n() -> nn.Module:
@@ -138,3 +147,48 @@ def test_the_weights_tell_which_model_they_are_of(name: str, variant: str, tmp_p
     found, shown = arguments(convert(load_file(tmp_path / "model.safetensors")))
     assert found == variant
     assert shown == {"num_classes": 80, "project_tokens": True}
+
+
+@pytest.mark.parametrize("denoising", [0, 100], ids=["without denoising", "with denoising"])
+@pytest.mark.parametrize("alpha", [None, 0.4])
+def test_same_losses(alpha: float | None, denoising: int, tmp_path: Path) -> None:
+    """Matchability-aware loss and the union of matches.
+
+    Both draw the noise of the denoising queries in the same order, and nothing else. Their distillation of denoising
+    queries weighs matched and other ones by their own numbers, not by the union's, as it is without a union.
+    """
+    theirs = reference_atto(
+        but=(".up", ".reg_scale"), freeze_backbone_batch_norms=False, num_denoising=denoising, focal_loss_gamma=1.5,
+        mal_alpha=alpha,
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    model = deimv2_atto(80, position_activation="silu", denoising_queries=denoising, **PORT)
+    without = () if denoising else ("denoising.*",)
+    state = convert(load_file(tmp_path / "model.safetensors"))
+    load_strict(model, state, allow_missing=("*.num_batches_tracked",), allow_unexpected=without)
+    images, (labels, boxes) = random_images(2, 256, 320), some_labels()
+    given = [{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)]
+    torch.manual_seed(0)
+    expected = theirs.train()(images, labels=given)
+    targets = Targets.from_lists(boxes, labels)
+    torch.manual_seed(0)
+    output = as_they_pair(model.train()(images, targets))
+    losses = {}
+    for union, kind in ((True, "one_to_one"), (False, "given")):
+        criterion = Criterion(
+            matcher=HungarianMatcher(), classification="mal", mal_alpha=1.0 if alpha is None else alpha, union=union
+        )
+        some = {name: one for name, one in output.supervised.items() if one.matching == kind}
+        if some:
+            losses |= criterion(DetectorOutput(output.logits, output.boxes, some), targets)
+    losses.pop("total")
+    suffixes = {"decoder_pre": "_aux_0", "decoder_0": "_aux_1", "final": "", "encoder": "_aux_2"}
+    if denoising:
+        suffixes |= {"denoising_pre": "_dn_0", "denoising_0": "_dn_1", "denoising_1": "_dn_2"}
+        assert expected.loss_dict.pop("loss_ddf_dn_2") == 0  # the teacher of itself
+    terms = {"mal": "loss_mal", "box": "loss_bbox", "giou": "loss_giou", "fgl": "loss_fgl", "ddf": "loss_ddf"}
+    names = {name: terms[name.split("/")[1]] + suffixes[name.split("/")[0]] for name in losses}
+    assert set(expected.loss_dict) == set(names.values())
+    for name, other in names.items():
+        torch.testing.assert_close(losses[name], expected.loss_dict[other], rtol=1e-4, atol=1e-4, msg=name)
+    torch.testing.assert_close(torch.stack([*losses.values()]).sum(), expected.loss, rtol=1e-4, atol=1e-4)

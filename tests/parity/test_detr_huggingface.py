@@ -6,13 +6,12 @@ file that ``save_pretrained`` writes and through ``vitdet.load_model``, as a pub
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vitdet
@@ -22,7 +21,7 @@ from vitdet.detectors.postprocess import postprocess
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
 from vitdet.structures import DetectorOutput, Preprocessing, Targets
-from vitdet.weights.detr import HUGGINGFACE_RULES, huggingface_config, huggingface_processor, to_huggingface
+from vitdet.weights.detr import HUGGINGFACE_RULES
 from vitdet.weights.files import read_state
 from vitdet.weights.rules import convert_state_dict, load_strict
 
@@ -52,9 +51,11 @@ def with_random_values(model: nn.Module) -> nn.Module:
                 value.copy_(1 + 0.2 * noise)
             else:
                 value.copy_(0.1 * noise)
-        for name, value in model.state_dict().items():  # queries that differ, scores that are sure of something
-            if "query_position_embeddings" in name or "class_labels_classifier.weight" in name:
-                value.mul_(6 if "query" in name else 3)
+        for name, value in model.state_dict().items():  # attention that chooses: else all queries say the same
+            if name.endswith(("q_proj.weight", "k_proj.weight", "class_labels_classifier.weight")):
+                value.mul_(3)
+            elif name.endswith(("input_projection.weight", "query_position_embeddings.weight")):
+                value.mul_(8)
     return model
 
 
@@ -113,44 +114,48 @@ def test_same_outputs(pair: tuple[nn.Module, DETR], sizes: list[tuple[int, int]]
         expected = theirs(images, pixel_mask=mask)
         output = ours(images, sizes=tensor if len(sizes) > 1 else None)
     assert output.no_object
-    assert expected.logits.std() > 0.3
-    assert expected.pred_boxes.std(1).min() > 1e-3  # queries say different things
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(output.boxes, expected.pred_boxes, rtol=0, atol=1e-4)
+    assert expected.logits.std(1).min() > 0.05  # queries say different things
+    assert expected.pred_boxes.std(1).min() > 2e-3
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=5e-5)
+    torch.testing.assert_close(output.boxes, expected.pred_boxes, rtol=0, atol=1e-5)
 
 
-def test_a_padded_image_is_seen_as_alone_but_at_its_edges(pair: tuple[nn.Module, DETR]) -> None:
-    """The mask and the positions leave nothing of the padding but what convolutions see at the borders of zeros."""
-    ours = pair[1].eval()
-    images, sizes, _ = batch([(192, 320), (256, 160)])
-    with torch.inference_mode():
-        everything = ours(images, sizes=sizes)
-        masked = ours(images, sizes=torch.tensor([[256, 320], [256, 320]]))
-        alone = ours(images[:1, :, :192])
-    near = (everything.boxes[0] - alone.boxes[0]).abs().max()
-    far = (masked.boxes[0] - alone.boxes[0]).abs().max()
-    assert near < far
+BIG = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
 
 
-@pytest.mark.slow
+def resnet_of_theirs(depths: list[int]) -> Any:
+    """The configuration of transformers' own ResNet with bottlenecks."""
+    return transformers.ResNetConfig(depths=depths, out_features=["stage4"])
+
+
 @pytest.mark.parametrize(
-    ("backbone", "dilation", "name"),
-    [("resnet50", False, "detr_r50"), ("resnet50", True, "detr_r50_dc5"), ("resnet101", False, "detr_r101")],
+    ("config", "name"),
+    [
+        ({**BIG, "backbone": "resnet50", "dilation": True}, "detr_r50_dc5"),
+        ({**BIG, "backbone_config": [3, 4, 6, 3]}, "detr_r50"),
+        pytest.param({**BIG, "backbone_config": [3, 4, 23, 3]}, "detr_r101", marks=pytest.mark.slow),
+        pytest.param({"backbone": "resnet50"}, "detr_r50", marks=pytest.mark.slow),
+        pytest.param({"backbone": "resnet101", "dilation": True}, "detr_r101_dc5", marks=pytest.mark.slow),
+    ],
+    ids=["timm's", "transformers'", "transformers' R101", "published R50", "published R101"],
 )
-def test_the_published_sizes_from_their_files(backbone: str, dilation: bool, name: str, tmp_path: Path) -> None:
-    """With timm's ResNet, which the main files on the Hub hold."""
-    config = transformers.DetrConfig(backbone=backbone, dilation=dilation, num_labels=91)
-    theirs = with_random_values(transformers.DetrForObjectDetection(config)).eval()
+def test_from_a_folder(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """With timm's ResNet, which the main files on the Hub hold, and with theirs."""
+    if "backbone_config" in config:
+        config = {**config, "backbone_config": resnet_of_theirs(config["backbone_config"])}
+    theirs = with_random_values(transformers.DetrForObjectDetection(transformers.DetrConfig(**config, num_labels=91)))
     theirs.save_pretrained(tmp_path)
     model = vitdet.load_model(tmp_path)
     assert model.metadata.name == name
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     assert model.metadata.preprocessing == Preprocessing((800, 800), mean, std, longest=1333)
-    images, sizes, mask = batch([(160, 224), (224, 128)])
+    images, sizes, mask = batch([(96, 160), (128, 96)])
+    images = images.double()  # random weights let rounding grow from layer to layer
     with torch.inference_mode():
-        expected, output = theirs(images, pixel_mask=mask), model(images, sizes=sizes)
+        expected = theirs.double().eval()(images, pixel_mask=mask)
+        output = model.double()(images, sizes=sizes)
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(output.boxes, expected.pred_boxes, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.boxes.double(), expected.pred_boxes, rtol=0, atol=1e-4)
 
 
 @pytest.fixture
@@ -224,7 +229,7 @@ def test_same_gradients_of_the_last_layer(
     for name, gradient in gradients.items():  # without the backbone: of one that is not timm's they train nothing
         mine = ours.get_parameter(name).grad
         assert mine is not None, name
-        assert (mine - gradient).norm() / gradient.norm().clamp(min=1e-3) < 1e-3, name
+        assert (mine - gradient).norm() / gradient.norm().clamp(min=1e-2) < 1e-3, name
 
 
 def test_same_detections() -> None:
@@ -232,38 +237,12 @@ def test_same_detections() -> None:
     logits, boxes = 3 * torch.randn(3, 20, 8), torch.rand(3, 20, 4)
     sizes = torch.tensor([[480, 640], [333, 500], [1, 2000]])
     expected = transformers.DetrImageProcessor().post_process_object_detection(
-        SimpleNamespace(logits=logits, pred_boxes=boxes), threshold=0.3, target_sizes=sizes
+        SimpleNamespace(logits=logits, pred_boxes=boxes), threshold=0.6, target_sizes=sizes
     )
-    found = postprocess(DetectorOutput(logits, boxes, no_object=True), sizes, threshold=0.3)
+    found = postprocess(DetectorOutput(logits, boxes, no_object=True), sizes, threshold=0.6)
     for (found_boxes, scores, labels), wanted in zip(found, expected, strict=True):
         order = wanted["scores"].argsort(descending=True)
         assert 0 < len(order) < 20
         assert torch.equal(labels, wanted["labels"][order])
         torch.testing.assert_close(scores, wanted["scores"][order], rtol=0, atol=1e-6)
         torch.testing.assert_close(found_boxes, wanted["boxes"][order], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["detr_r50", "detr_r50_dc5"])
-def test_transformers_loads_what_we_write_and_we_read_it_back(name: str, tmp_path: Path) -> None:
-    numbers = {"width": 64, "heads": 4, "hidden": 96, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 10}
-    ours = with_random_values(vitdet.create_model(name, num_classes=3, **numbers)).eval()
-    state = {key: value.contiguous() for key, value in to_huggingface(ours.state_dict()).items()}
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = huggingface_config(name, numbers | {"dropout": 0.1}, ["a", "b", "c"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    processor = huggingface_processor(640, 1000, (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    theirs, report = transformers.DetrForObjectDetection.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    images = batch([(96, 128)])[0]
-    with torch.inference_mode():
-        expected, output = theirs.eval()(images), ours(images)
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(output.boxes, expected.pred_boxes, rtol=0, atol=1e-4)
-    again = vitdet.load_model(tmp_path)
-    assert again.metadata.name == name
-    assert again.metadata.class_map.names == ("a", "b", "c")
-    assert again.metadata.preprocessing == Preprocessing((640, 640), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0), longest=1000)
-    assert all(torch.equal(value, again.state_dict()[key]) for key, value in ours.state_dict().items())

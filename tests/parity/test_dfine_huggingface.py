@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.parity.random_detectors import (
+    as_they_pair,
     load_theirs,
     random_images,
     some_labels,
@@ -20,7 +20,7 @@ from tests.parity.random_detectors import (
 from vitdet.detectors.dfine import dfine_n, dfine_s
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
-from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
+from vitdet.structures import Targets
 from vitdet.weights import dfine
 
 transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
@@ -75,36 +75,27 @@ def test_same_outputs_from_their_file(reference, ours, tmp_path: Path) -> None:
         torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
 
 
-def as_they_pair(output: DetectorOutput) -> DetectorOutput:
-    """Their loss sees the distributions of layer i beside the scores and boxes of the prediction before it.
+@pytest.mark.parametrize("denoising", [0, 100], ids=["without denoising", "with denoising"])
+def test_same_losses_and_gradients(denoising: int, tmp_path: Path) -> None:
+    """Their loss takes ``up`` and ``reg_scale`` from the configuration, not from the weights.
 
-    The first box is their first prediction, and the two lists are as long as the shorter one; the last layer has no
-    distributions there, and boxes are kept in the image. (The authors' code pairs as ours does.)
+    Both draw the noise of the denoising queries in the same order, and nothing else.
     """
-    given = output.supervised
-    order = ["decoder_pre", *(name for name in given if name.startswith("decoder_") and name != "decoder_pre")]
-    paired = {}
-    for before, name in itertools.pairwise(order[:-1]):
-        logits, boxes = given[before].logits, given[before].boxes.clamp(0, 1)
-        paired[before] = SupervisedOutput(logits, boxes, edges=given[name].edges)
-    last, encoder = given[order[-1]], given["encoder"]
-    paired["final"] = SupervisedOutput(last.logits, last.boxes.clamp(0, 1))
-    paired["encoder"] = SupervisedOutput(encoder.logits, encoder.boxes)
-    return DetectorOutput(last.logits, last.boxes, paired)
-
-
-def test_same_losses(tmp_path: Path) -> None:
-    """Their loss takes ``up`` and ``reg_scale`` from the configuration, not from the weights."""
-    theirs = reference_s(but=(".up", ".reg_scale"), freeze_backbone_batch_norms=False, num_denoising=0)
+    theirs = reference_s(but=(".up", ".reg_scale"), freeze_backbone_batch_norms=False, num_denoising=denoising)
     theirs.save_pretrained(tmp_path)
-    ours = dfine_s(80, denoising_queries=0)
+    ours = dfine_s(80, denoising_queries=denoising)
     load_theirs(ours, tmp_path, converter=dfine.convert)
     images, (labels, boxes) = random_images(2, 224, 256), some_labels()
     given = [{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)]
+    torch.manual_seed(0)
     expected = theirs.train()(images, labels=given)
     targets = Targets.from_lists(boxes, labels)
+    torch.manual_seed(0)
     losses = Criterion(matcher=HungarianMatcher())(as_they_pair(ours.train()(images, targets)), targets)
     suffixes = {"decoder_pre": "_aux_0", "decoder_0": "_aux_1", "final": "", "encoder": "_aux_2"}
+    if denoising:
+        suffixes |= {"denoising_pre": "_dn_0", "denoising_0": "_dn_1", "denoising_1": "_dn_2"}
+        assert expected.loss_dict.pop("loss_ddf_dn_2") == 0  # the teacher of itself
     terms = {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou", "fgl": "loss_fgl", "ddf": "loss_ddf"}
     found = {
         f"{name}/{term}": other + suffix

@@ -74,20 +74,22 @@ def test_same_outputs_from_their_file(reference, ours, tmp_path: Path) -> None:
         torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
 
 
-def their_loss_names(layers: int) -> dict[str, str]:
+def their_loss_names(layers: int, *, denoising: bool) -> dict[str, str]:
     """Our names of the losses to theirs: the last layer has no suffix, the encoder is their last auxiliary output."""
     suffixes = {f"decoder_{index}": f"_aux_{index}" for index in range(layers - 1)}
     suffixes |= {f"decoder_{layers - 1}": "", "encoder": f"_aux_{layers - 1}"}
+    suffixes |= {f"denoising_{index}": f"_dn_{index}" for index in range(layers if denoising else 0)}
     terms = {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}
     return {f"{ours}/{term}": name + suffix for ours, suffix in suffixes.items() for term, name in terms.items()}
 
 
-@pytest.fixture(params=["r18", "r50"])
+@pytest.fixture(params=["r18", "r18 with denoising", "r50"])
 def trained_pair(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[nn.Module, RTDETR]:
-    """Both in training mode, without denoising, whose noise is random; R50 with frozen norms in its backbone."""
-    if request.param == "r18":
-        theirs = reference_r18(freeze_backbone_batch_norms=False, num_denoising=0)
-        ours = rtdetr_r18(80, denoising_queries=0)
+    """Both in training mode; R50 with frozen norms in its backbone."""
+    if request.param != "r50":
+        denoising = 100 if "denoising" in request.param else 0
+        theirs = reference_r18(freeze_backbone_batch_norms=False, num_denoising=denoising)
+        ours = rtdetr_r18(80, denoising_queries=denoising)
     else:
         theirs = reference_r50(num_denoising=0)
         ours = rtdetr_r50(80, frozen_norm=True, denoising_queries=0)
@@ -97,6 +99,7 @@ def trained_pair(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[nn.Mod
 
 
 def test_same_losses_and_gradients(trained_pair: tuple[nn.Module, RTDETR]) -> None:
+    """Both draw the noise of the denoising queries in the same order, and nothing else."""
     theirs, ours = trained_pair
     images = random_images(2, 224, 256)
     labels = [torch.tensor([3, 71, 3]), torch.tensor([0])]
@@ -104,10 +107,12 @@ def test_same_losses_and_gradients(trained_pair: tuple[nn.Module, RTDETR]) -> No
         torch.tensor([[0.3, 0.4, 0.2, 0.3], [0.6, 0.5, 0.5, 0.8], [0.8, 0.2, 0.1, 0.1]]),
         torch.tensor([[0.5, 0.5, 0.9, 0.3]]),
     ]
+    torch.manual_seed(0)
     expected = theirs(images, labels=[{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)])
     targets = Targets.from_lists(boxes, labels)
+    torch.manual_seed(0)
     losses = Criterion(matcher=HungarianMatcher())(ours(images, targets), targets)
-    names = their_loss_names(layers=len(ours.decoder.layers))
+    names = their_loss_names(layers=len(ours.decoder.layers), denoising=ours.denoising is not None)
     assert set(losses) == {*names, "total"}
     assert set(expected.loss_dict) == set(names.values())
     for name, their_name in names.items():

@@ -81,19 +81,26 @@ def test_same_outputs_with_discrete_sampling(size: tuple[int, int], tmp_path: Pa
     assert (other.logits - output.logits).abs().max() > 1e-2
 
 
-def test_same_losses(tmp_path: Path) -> None:
-    theirs = reference(freeze_backbone_batch_norms=False, num_denoising=0)
+@pytest.mark.parametrize("denoising", [0, 100], ids=["without denoising", "with denoising"])
+def test_same_losses(denoising: int, tmp_path: Path) -> None:
+    """Both draw the noise of the denoising queries in the same order, and nothing else."""
+    theirs = reference(freeze_backbone_batch_norms=False, num_denoising=denoising)
     theirs.save_pretrained(tmp_path)
-    ours = rtdetrv2_r18(80, denoising_queries=0)
+    ours = rtdetrv2_r18(80, denoising_queries=denoising)
     load_theirs(ours, tmp_path)
     images, (labels, boxes) = random_images(2, 224, 256), some_labels()
     given = [{"class_labels": k, "boxes": b} for k, b in zip(labels, boxes, strict=True)]
+    torch.manual_seed(0)
     expected = theirs.train()(images, labels=given)
     targets = Targets.from_lists(boxes, labels)
+    torch.manual_seed(0)
     losses = Criterion(matcher=HungarianMatcher())(ours.train()(images, targets), targets)
     suffixes = {"decoder_0": "_aux_0", "decoder_1": "_aux_1", "decoder_2": "", "encoder": "_aux_2"}
-    for name, suffix in suffixes.items():
-        for term, other in {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}.items():
-            reference_value = expected.loss_dict[other + suffix]
-            torch.testing.assert_close(losses[f"{name}/{term}"], reference_value, rtol=1e-4, atol=1e-4)
+    suffixes |= {f"denoising_{layer}": f"_dn_{layer}" for layer in range(3 if denoising else 0)}
+    terms = {"vfl": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}
+    names = {f"{name}/{term}": other + end for name, end in suffixes.items() for term, other in terms.items()}
+    assert set(losses) == {*names, "total"}
+    assert set(expected.loss_dict) == set(names.values())
+    for name, other in names.items():
+        torch.testing.assert_close(losses[name], expected.loss_dict[other], rtol=1e-4, atol=1e-4, msg=name)
     torch.testing.assert_close(losses["total"], expected.loss, rtol=1e-4, atol=1e-4)

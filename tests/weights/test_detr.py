@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import resnet50
 
 import vitdet
 from vitdet.errors import UserError
 from vitdet.structures import Preprocessing
-from vitdet.weights.classes import COCO, NO_CLASS, coco_names, coco_names_by_id, with_gaps
+from vitdet.weights.classes import COCO, NO_CLASS, as_coco, category_ids, coco_names, coco_names_by_id
 from vitdet.weights.describe import describe_folder, name_of_file
 from vitdet.weights.detr import convert
 from vitdet.zoo import MODELS, describe_source
@@ -148,9 +147,24 @@ def test_class_names() -> None:
     assert (names[1], names[90]) == ("person", "toothbrush")
     planned = [*names]
     planned[12], planned[26] = "street sign", "hat"  # as descriptions on the Hub have them
-    assert with_gaps(planned) == names
-    assert with_gaps(["cat", "dog"]) == ["cat", "dog"]
-    assert with_gaps([f"LABEL_{i}" for i in range(91)])[12] == "LABEL_12"
+    assert as_coco(planned) == names
+    assert as_coco(["cat", "dog"]) == ["cat", "dog"]
+    assert as_coco([f"LABEL_{i}" for i in range(91)])[12] == "LABEL_12"
+
+
+def test_coco_in_the_words_of_voc() -> None:
+    """As Hugging Face's descriptions of RT-DETR have it: AP can only be measured on classes of the same names."""
+    words = {"motorcycle": "motorbike", "airplane": "aeroplane", "couch": "sofa", "potted plant": "pottedplant"}
+    words |= {"dining table": "diningtable", "tv": "tvmonitor"}
+    told = [words.get(name, name) for name in coco_names()]
+    assert as_coco(told) == coco_names()
+    assert as_coco(told[:-1]) == told[:-1], "a custom set keeps its own words"
+
+
+def test_results_have_cocos_ids() -> None:
+    assert category_ids(coco_names()) == tuple(COCO)
+    assert category_ids(coco_names()[::-1]) == tuple(range(80))
+    assert category_ids(["cat"]) == (0,)
 
 
 def test_names_are_torchvisions() -> None:
@@ -200,16 +214,3 @@ def test_our_own_file_keeps_the_proportions(published: tuple[Published, dict[str
     second = vitdet.load_model(tmp_path / "ours.safetensors")
     assert second.metadata == first.metadata
     assert all(torch.equal(value, first.state_dict()[name]) for name, value in second.state_dict().items())
-
-
-def test_a_backbone_alone(tmp_path: Path) -> None:
-    from vitdet.zoo import load_backbone
-
-    reference = resnet50()
-    torch.save(reference.state_dict(), tmp_path / "resnet50-0676ba61.pth")
-    model = vitdet.create_model("detr_r50", num_classes=3, width=32, hidden=48)
-    load_backbone(model, tmp_path / "resnet50-0676ba61.pth")
-    assert torch.equal(model.backbone.stem[0].conv.weight, reference.conv1.weight)
-    save_file({"cls_token": torch.zeros(1)}, tmp_path / "vit.safetensors")
-    with pytest.raises(UserError, match="no plain ResNet's"):
-        load_backbone(model, tmp_path / "vit.safetensors")

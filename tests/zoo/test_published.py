@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from vitdet.cli import main
 from vitdet.errors import UserError
 from vitdet.weights.files import FORMATS
 from vitdet.zoo import CLASSIFIERS, DETECTORS
-from vitdet.zoo.published import PUBLISHED, describe_models, find_published, format_table, weights_of
+from vitdet.zoo.published import (
+    PUBLISHED,
+    describe_models,
+    find_published,
+    format_table,
+    locate_source,
+    weights_of,
+)
 
 # COCO AP and GFLOPs of the tables in arXiv 2005.12872, 2304.08069, 2407.17140, 2410.13842 and 2509.20787.
 COCO = {
@@ -20,10 +30,10 @@ COCO = {
     "rtdetr_r18": (46.4, 60), "rtdetr_r34": (48.9, 92), "rtdetr_r50_m": (51.3, 100), "rtdetr_r50": (53.1, 136),
     "rtdetr_r101": (54.3, 259), "rtdetr_hgnetv2_l": (52.9, 110), "rtdetr_hgnetv2_x": (54.7, 234),
     "rtdetrv2_r18": (48.1, 60), "rtdetrv2_r34": (49.9, 92), "rtdetrv2_r50_m": (51.9, 100), "rtdetrv2_r50": (53.4, 136),
-    "rtdetrv2_r101": (54.3, 259), "dfine_n": (42.8, 7), "dfine_s": (48.5, 25), "dfine_m": (52.3, 57),
-    "dfine_l": (54.0, 91), "dfine_x": (55.8, 202), "deimv2_atto": (23.8, 0.8), "deimv2_femto": (31.0, 1.7),
-    "deimv2_pico": (38.5, 5.2), "deimv2_n": (43.0, 6.8), "deimv2_s": (50.9, 25.6), "deimv2_m": (53.0, 52.2),
-    "deimv2_l": (56.0, 96.7), "deimv2_x": (57.8, 151.6),
+    "rtdetrv2_r101": (54.3, 259), "rtdetrv2_hgnetv2_l": (52.9, 110), "rtdetrv2_hgnetv2_x": (54.7, 234),
+    "dfine_n": (42.8, 7), "dfine_s": (48.5, 25), "dfine_m": (52.3, 57), "dfine_l": (54.0, 91), "dfine_x": (55.8, 202),
+    "deimv2_atto": (23.8, 0.8), "deimv2_femto": (31.0, 1.7), "deimv2_pico": (38.5, 5.2), "deimv2_n": (43.0, 6.8),
+    "deimv2_s": (50.9, 25.6), "deimv2_m": (53.0, 52.2), "deimv2_l": (56.0, 96.7), "deimv2_x": (57.8, 151.6),
 }  # fmt: skip
 
 
@@ -53,13 +63,16 @@ def test_an_entry_is_in_order(key: str) -> None:
     # A publisher who puts the checksum into the name does so before the ending.
     written = re.search(r"-([0-9a-f]{8,})\.", entry.address)
     assert entry.sha256 == (written[1] if written else None)
-    assert entry.arguments == ({"sampling": "discrete"} if tag == "coco_discrete" else {})
+    # By this alone is it known how the model samples: its weights have the shapes of the other's.
+    assert ("_dsp_" in entry.address) == (tag == "coco_discrete")
 
 
-def test_no_two_are_the_same_file() -> None:
-    """The cache of files goes by their names."""
-    names = [entry.address.rpartition("/")[2] for entry in PUBLISHED.values()]
-    assert len(set(names)) == len(names)
+def test_no_two_files_have_one_name() -> None:
+    """The cache goes by it."""
+    addresses = {entry.address for entry in PUBLISHED.values()}
+    assert len({address.rpartition("/")[2] for address in addresses}) == len(addresses)
+    # The same arithmetic under two names: both versions of RT-DETR on HGNetv2 have the second's files.
+    assert len(addresses) == len(PUBLISHED) - 2
 
 
 def test_a_name_is_found() -> None:
@@ -103,6 +116,61 @@ def test_names_of_nothing(source: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         find_published(source)
     assert str(error.value) == sentence
+
+
+# ------------------------------------------------------------------------------------------------ the files
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of torch.hub, an empty cache of the Hub beside it, and no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_file_put_there_by_hand(checkpoints: Path) -> None:
+    path = checkpoints / "rtdetr_r34vd_dec4_6x_coco_from_paddle.pth"
+    with pytest.raises(UserError) as error:
+        locate_source("rtdetr_r34:coco")
+    address = f"https://github.com/lyuwenyu/storage/releases/download/v0.1/{path.name}"
+    assert str(error.value) == (
+        f"HF_HUB_OFFLINE is set and {path} is not there; fetch {address} by hand, and put it at {path}"
+    )
+    path.write_bytes(b"weights")
+    assert locate_source("rtdetr_r34:coco") == (path, "rtdetr_r34")
+    assert locate_source("rtdetr_r34:coco", model="rtdetr_r34") == (path, "rtdetr_r34")
+    with pytest.raises(UserError, match=r"^rtdetr_r34:coco holds a 'rtdetr_r34', not a 'rtdetr_r50'; name"):
+        locate_source("rtdetr_r34:coco", model="rtdetr_r50")
+
+
+def test_its_checksum_counts(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints / "dfine_n_coco.pth"
+    path.write_bytes(b"weights")
+    monkeypatch.setitem(PUBLISHED, "dfine_n:coco", replace(PUBLISHED["dfine_n:coco"], sha256="e632da11"))
+    with pytest.raises(UserError, match=r"dfine_n_coco\.pth has not the published checksum e632da11; delete it"):
+        locate_source("dfine_n:coco")
+    checksum = hashlib.sha256(b"weights").hexdigest()[:8]
+    monkeypatch.setitem(PUBLISHED, "dfine_n:coco", replace(PUBLISHED["dfine_n:coco"], sha256=checksum))
+    assert locate_source("dfine_n:coco") == (path, "dfine_n")
+
+
+def test_a_repository_without_a_network(checkpoints: Path) -> None:
+    repo = "Intellindust/DEIMv2_HGNetv2_ATTO_COCO"
+    with pytest.raises(UserError, match=rf"^{repo} is not in the cache .* from .*/{repo}/tree/main by hand"):
+        locate_source("deimv2_atto:coco")
+
+
+def test_other_sources_keep_the_callers_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.pth"
+    path.touch()
+    assert locate_source(path) == (path, None)
+    assert locate_source(str(path), model="rtdetr_r18") == (path, "rtdetr_r18")
 
 
 # --------------------------------------------------------------------------------------------- the listing

@@ -124,8 +124,8 @@ class ResNet(nn.Module):
             for position in range(depth):
                 stride = 2 if index > 0 and position == 0 and not kept else 1
                 dilation = 2 if kept and position > 0 else 1
-                options = {"stride": stride, "first": position == 0, "pooled": pooled, "dilation": dilation}
-                blocks.append(block(width_in, width, **options))
+                first = position == 0
+                blocks.append(block(width_in, width, stride=stride, first=first, pooled=pooled, dilation=dilation))
                 width_in = width * block.expansion
             self.stages.append(nn.Sequential(*blocks))
         self.out_stages = tuple(out_stages)

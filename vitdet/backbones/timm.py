@@ -19,11 +19,16 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-def create_timm(name: str, **arguments: Any) -> Any:
+_MOST_PARAMETERS = 2 * 10**9  # of a backbone under a detector: a file's header may name any of timm's models
+
+
+def create_timm(name: str, *, device: str = "cpu", **arguments: Any) -> Any:
     """``timm.create_model``, with an error that names what is wrong.
 
     Args:
         name: timm's, with or without its tag (``"resnet50.a1_in1k"``) and with or without ``"timm/"`` before it.
+        device: ``"meta"`` for a model that is only looked at: what timm computes in constructors and keeps out of state
+            dicts is lost there.
 
     Raises:
         ValueError: timm has no such model, or it does not take these arguments.
@@ -36,8 +41,7 @@ def create_timm(name: str, **arguments: Any) -> Any:
         (nearest,) = difflib.get_close_matches(architecture, timm.list_models(), n=1, cutoff=0.0)
         raise ValueError(f"timm has no model {name!r}; did you mean {nearest!r}?")
     try:
-        # Never on the meta device: what timm computes in constructors and keeps out of state dicts would be lost there.
-        with torch.device("cpu"):
+        with torch.device(device):  # whatever the caller's is
             return timm.create_model(name, **arguments)
     except (TypeError, RuntimeError, LookupError, AttributeError, OSError, AssertionError) as error:
         raise ValueError(f"timm cannot build {name!r} with {arguments}: {error}") from error
@@ -68,6 +72,33 @@ class TimmBackbone(nn.Module):
         """(B, 3, h, w) to one (B, C_s, h/stride_s, w/stride_s) map per feature."""
         maps = self.model(images)
         return [part.permute(0, 3, 1, 2) for part in maps] if self.channels_last else list(maps)
+
+
+def timm_maps(name: str, strides: Sequence[int]) -> TimmBackbone:
+    """A timm model that gives a map of each of these strides, or, where all of its maps have one stride, the last.
+
+    Args:
+        name: see :func:`create_timm`.
+
+    Raises:
+        ValueError: timm has no such model, or it is too large, takes images of one size only, or gives other maps.
+    """
+    arguments = {"dynamic_img_size": True} if timm_takes_size(name) else {}
+    try:
+        model = create_timm(name, device="meta", features_only=True, **arguments)
+    except ValueError as error:
+        if "dynamic_img_size" in str(error.__cause__):
+            raise ValueError(f"{name!r} takes images of one size only, a detector of any; choose another") from error
+        raise
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"{name!r} has {count:,} parameters, and a detector's backbone at most {_MOST_PARAMETERS:,}")
+    # Of several maps of one stride the last.
+    found = dict(zip(model.feature_info.reduction(), model.feature_info.out_indices, strict=True))
+    if len(found) > 1 and not found.keys() >= set(strides):
+        raise ValueError(f"{name!r} gives maps of strides {sorted(found)}, not of {list(strides)}; choose another")
+    indices = [found[stride] for stride in strides] if len(found) > 1 else list(found.values())
+    return TimmBackbone(name, out_indices=indices, **arguments)
 
 
 class TimmClassifier(nn.Module):

@@ -133,10 +133,10 @@ def resume_training(run: str | Path) -> dict[str, Any]:
 
 def without_start(config: AnyRunConfig, metadata: dict[str, Any]) -> AnyRunConfig:
     """The run without the weights that it began with, which may be gone, and with what it took from them."""
-    if config.model.weights is None:
+    if config.model.weights is None and config.model.backbone_weights is None:
         return config
     taken = Preprocessing.from_dict(metadata["preprocessing"])
-    model = config.model.model_copy(update={"weights": None})
+    model = config.model.model_copy(update={"weights": None, "backbone_weights": None})
     data = config.data.model_copy(update={"mean": taken.mean, "std": taken.std})
     return config.model_copy(update={"model": model, "data": data})
 

@@ -19,6 +19,7 @@ from vitdet.data.formats import read_detection_set
 from vitdet.data.loaders import EpochBatchSampler, Loader, collate, make_loader
 from vitdet.data.records import DetectionSet
 from vitdet.data.transforms import EvalTransform, TrainTransform
+from vitdet.detectors.detr import DETR
 from vitdet.detectors.postprocess import postprocess
 from vitdet.engine.logging import progress, say
 from vitdet.errors import UserError, some
@@ -41,13 +42,20 @@ def read_split(root: str | Path, split: str) -> DetectionSet:
     return data
 
 
-def build_criterion(loss: LossSection) -> Criterion:
-    """The criterion with its matcher."""
-    matcher = HungarianMatcher(class_cost=loss.match_class, box_cost=loss.match_box, giou_cost=loss.match_giou)
+def build_criterion(loss: LossSection, *, epochs: int, no_object: bool = False) -> Criterion:
+    """The criterion of a run of so many epochs, with its matcher; ``no_object``: whether the model has a logit for it."""
+    classification = loss.classification or ("ce" if no_object else "vfl")
+    softmax = classification == "ce"
+    class_cost = loss.match_class if loss.match_class is not None else 1.0 if softmax else 2.0
+    matcher = HungarianMatcher(
+        class_cost=class_cost, box_cost=loss.match_box, giou_cost=loss.match_giou, softmax=softmax
+    )
+    share = loss.match_quality_from
     return Criterion(
-        matcher=matcher, vfl_weight=loss.vfl, box_weight=loss.box, giou_weight=loss.giou,
+        matcher=matcher, classification=classification, vfl_weight=loss.vfl, mal_weight=loss.mal,
+        ce_weight=loss.ce, no_object=loss.no_object, box_weight=loss.box, giou_weight=loss.giou,
         one_to_many=loss.one_to_many, dense_weight=loss.dense, fgl_weight=loss.fgl, ddf_weight=loss.ddf,
-        union=loss.union,
+        union=loss.union, quality_from=None if share is None else round(share * epochs),
     )  # fmt: skip
 
 
@@ -59,13 +67,17 @@ def build_train_loader(config: RunConfig, data: DetectionSet, device: torch.devi
         photometric=augment.photometric, zoom_out=augment.zoom_out, iou_crop=augment.iou_crop, hflip=augment.hflip,
         vflip=augment.vflip, rotate90=augment.rotate90, scale_jitter=augment.scale_jitter, size_crop=augment.size_crop,
         longest=longest, shorter=[size[0] for size in config.data.sizes] if longest else (),
+        min_box_pixels=augment.min_box,
     )  # fmt: skip
     dataset = DetectionDataset(
         data, transform=transform, mosaic=augment.mosaic, mixup=augment.mixup, seed=config.seed, cache=config.data.cache
     )
+    sizes, epochs = [] if longest else config.data.sizes, config.train.epochs
+    strong_until = round(augment.strong_until * epochs)
+    mix_until = strong_until if augment.mix_until is None else round(augment.mix_until * epochs)
     sampler = EpochBatchSampler(
-        length=len(dataset), batch_size=config.train.batch, seed=config.seed,
-        sizes=[config.data.size] if longest else config.data.sizes or [config.data.size], strong_until=round(augment.strong_until * config.train.epochs),
+        length=len(dataset), batch_size=config.train.batch, seed=config.seed, sizes=sizes or [config.data.size],
+        strong_until=strong_until, final_size=config.data.size, mix=(round(augment.mix_from * epochs), mix_until),
         rank=distributed.rank(), world_size=distributed.world_size(),
     )  # fmt: skip
     loader = make_loader(
@@ -105,7 +117,7 @@ def build_evaluation(
         training = model.training
         model.eval()
         rows: list[dict[str, Any]] = []
-        data_labels = labels_in_data(model.metadata.class_map, data.class_map)  # type: ignore[union-attr]
+        data_labels = labels_in_data(model.metadata.class_map, data.class_map)  # type: ignore[arg-type, union-attr]
         for batch in progress(loader, total=len(loader), title="evaluation", show=distributed.rank() == 0):
             padding = {} if "sizes" not in batch else {"sizes": batch["sizes"].to(device)}
             images = preprocessing.normalize(batch["images"].to(device), **padding)
@@ -160,8 +172,9 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     val_loader = build_eval_loader(
         val_data, preprocessing, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache
     )
+    criterion = build_criterion(config.loss, epochs=config.train.epochs, no_object=isinstance(model, DETR))
     return Parts(
-        model=model, forward=detect, criterion=build_criterion(config.loss), loader=loader, sampler=sampler,
+        model=model, forward=detect, criterion=criterion, loader=loader, sampler=sampler,
         evaluate=build_evaluation(
             val_data, val_loader, backend=config.eval.backend, top_k=config.eval.top_k, device=device
         ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from vitdet import __version__, distributed, zoo
+from vitdet.build.backbone_weights import load_backbone
+from vitdet.build.class_heads import class_heads, keep_rows, match_classes, split_heads, tell_kept
 from vitdet.config import AnyRunConfig, ModelSection, OptimSection
 from vitdet.data.loaders import EpochBatchSampler, Loader
 from vitdet.engine.checkpoint import read_metadata
@@ -43,7 +44,7 @@ class Parts:
 
 
 def build_model(config: AnyRunConfig, class_map: ClassMap, preprocessing: Preprocessing, **arguments: Any) -> nn.Module:
-    """The model of the run with its metadata, started from ``model.weights`` where given.
+    """The model of the run with its metadata, started from ``model.weights`` or ``model.backbone_weights``.
 
     Args:
         preprocessing: of the run; its mean and std are taken from the weights where the run does not set them.
@@ -66,6 +67,8 @@ def build_model(config: AnyRunConfig, class_map: ClassMap, preprocessing: Prepro
         preprocessing=preprocessing,
         version=__version__,
     )
+    if config.model.backbone_weights:
+        load_backbone(model, config.model.backbone_weights)
     if config.model.weights:
         theirs = start_from(model, config.model.weights, config.model.name, class_map)
         metadata.preprocessing = replace(
@@ -92,12 +95,11 @@ def check_sizes(config: AnyRunConfig, stride: int) -> None:
             raise UserError(f"{name} {list(size)} must be divisible by {stride} for {config.model.name}; change it")
 
 
-# Names of all that depends on the classes.
-CLASS_HEADS = ("*score_head*", "denoising.embedding.*", "head.*", "head_distillation.*")
-
-
 def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) -> ModelMetadata:
-    """Load weights of the same model; where they know other classes, the class heads start anew, and it is said."""
+    """Load weights of the same model; where they know other classes, the class heads are rebuilt, and it is said.
+
+    Rows of classes of the same name are kept, see :mod:`vitdet.build.class_heads`; everything else must fit.
+    """
     check_same_model(source, name)
     metadata, state = zoo.read_source(source, model=name)
     try:
@@ -109,16 +111,19 @@ def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) ->
     if metadata.class_map.names == class_map.names:
         load_strict(model, state, allow_missing=counters, allow_unexpected=counters)
         return metadata
-    heads = (*CLASS_HEADS, *getattr(model, "class_heads", ()))
-    kept = {key: value for key, value in state.items() if not any(fnmatchcase(key, head) for head in heads)}
-    # The layer before the head, which some pre-trained models have, goes with it.
+    heads = class_heads(model)
+    theirs, rest = split_heads(state, heads)
+    own, _ = split_heads(model.state_dict(), heads)
+    matches = match_classes(class_map.names, metadata.class_map.names)
+    # The layer before the head, which some pre-trained models have, goes with it, and so do the rows that read it.
+    if any(key.startswith("representation.") and key not in model.state_dict() for key in rest):
+        theirs, matches = {}, {}
+    kept = keep_rows(own, theirs, matches, classes=(len(class_map), len(metadata.class_map)))
     spare = (*counters, "representation.*")
-    report = load_strict(model, kept, allow_missing=(*heads, *counters), allow_unexpected=spare)
-    anew = [key for key in report.missing if not fnmatchcase(key, counters[0])]
+    load_strict(model, {**rest, **kept}, allow_missing=(*heads, *counters), allow_unexpected=spare)
     if distributed.rank() == 0:
-        names = metadata.class_map.names
-        knows = f"knows other classes ({some(names)})" if names else "knows no classes"
-        say(f"note: {source} {knows}: {len(anew)} tensors start anew")
+        anew = len(own) - len(kept) if matches else len(own)
+        say(f"note: {source} {tell_kept(class_map.names, metadata.class_map.names, matches, anew)}")
     return metadata
 
 
@@ -146,7 +151,8 @@ def build_rate(optim: OptimSection, total: int) -> Callable[[int], float]:
 
     def rate(step: int) -> float:
         return rate_multiplier(
-            step, total=total, warmup=warmup, schedule=optim.schedule, final=optim.final, flat=optim.flat
-        )
+            step, total=total, warmup=warmup, schedule=optim.schedule, final=optim.final, flat=optim.flat,
+            settled=optim.settled, ramp=optim.ramp,
+        )  # fmt: skip
 
     return rate

@@ -22,8 +22,8 @@ class DetectionDataset(Dataset):
     Args:
         data: the records.
         transform: a ``TrainTransform`` or ``EvalTransform``.
-        mosaic: probability of a mosaic with three other images, where the key says strong.
-        mixup: probability of blending with another image, where the key says strong.
+        mosaic: probability of a mosaic with three other images, where the key says strong and mix.
+        mixup: probability of blending with another sample, as likely a mosaic, where the key says strong and mix.
         seed: of all randomness, together with epoch and index.
         cache: keep decoded images in memory.
         cache_bytes: bound of that memory; images beyond it are decoded again each time.
@@ -62,18 +62,21 @@ class DetectionDataset(Dataset):
         Raises:
             UserError: the image cannot be decoded, or has another size than its annotation says.
         """
-        index, size, strong = key.index, key.size, key.strong
         rng = key.generator(self.seed)
-        composed = strong and rng.random() < self.mosaic
-        sample = self._mosaic(index, size, rng) if composed else self.load(index)
-        image, boxes, labels = self.transform(*sample, size=size, rng=rng, strong=strong, composed=composed)
-        if strong and rng.random() < self.mixup:
-            other = self.load(int(rng.integers(len(self))))
-            other = self.transform(*other, size=size, rng=rng, strong=strong)
-            image, boxes, labels = mixup((image, boxes, labels), other, rng)
-        record = self.data.records[index]
+        sample = self._augmented(key, rng)
+        if key.strong and key.mix and rng.random() < self.mixup:
+            other = key._replace(index=int(rng.integers(len(self))))
+            sample = mixup(sample, self._augmented(other, rng), rng)
+        image, boxes, labels = sample
+        record = self.data.records[key.index]
         target = {"boxes": boxes, "labels": labels, "image_id": record.image_id, "orig_size": record.size}
         return image, target
+
+    def _augmented(self, key: SampleKey, rng: np.random.Generator) -> Sample:
+        """The image of a key, or a mosaic of it and others, augmented."""
+        composed = key.strong and key.mix and rng.random() < self.mosaic
+        sample = self._mosaic(key.index, key.size, rng) if composed else self.load(key.index)
+        return self.transform(*sample, size=key.size, rng=rng, strong=key.strong, composed=composed)
 
     def load(self, index: int) -> Sample:
         """One image as it is on disk with its training targets; do not write to them, they may be shared."""

@@ -16,6 +16,7 @@ class SampleKey(NamedTuple):
         size: (height, width) of the wanted image.
         strong: whether the strong augmentations are on.
         copy: tells apart the samples of one image within an epoch (repeated augmentation).
+        mix: whether, where strong, a sample may be made of several images.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which no key needs
@@ -23,6 +24,7 @@ class SampleKey(NamedTuple):
     size: tuple[int, int]
     strong: bool
     copy: int = 0
+    mix: bool = True
 
     def generator(self, seed: int) -> np.random.Generator:
         """The sample's only source of randomness, from (seed, epoch, index) and the number of the copy."""

@@ -37,6 +37,8 @@ class EpochBatchSampler:
             batch. False gives the last batch what is left, which on several ranks may differ in size or be none.
         sizes: (height, width) of the images; with several, each batch draws one, the same on all ranks.
         strong_until: the epoch from which strong augmentation is off; None for never.
+        final_size: (height, width) of the batches from then on, where given; else they go on as before.
+        mix: the epochs, from the first to before the second, in which images may be mixed; None for no end.
         rank, world_size: this process among those that share the epoch.
         start_batch: first batch to yield; see :meth:`set_start`.
         repeats: how many differently augmented copies of an image follow one another (repeated augmentation, arXiv
@@ -54,6 +56,8 @@ class EpochBatchSampler:
         shuffle: bool = True,
         drop_last: bool = True,
         strong_until: int | None = None,
+        final_size: tuple[int, int] | None = None,
+        mix: tuple[int, int | None] = (0, None),
         rank: int = 0,
         world_size: int = 1,
         start_batch: int = 0,
@@ -75,6 +79,8 @@ class EpochBatchSampler:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.strong_until = strong_until
+        self.final_size = final_size
+        self.mix = mix
         self.rank = rank
         self.world_size = world_size
         self.start_batch = start_batch
@@ -114,15 +120,22 @@ class EpochBatchSampler:
             filled = -(-self.length // self.world_size) * self.world_size
             order, copies = np.resize(order, filled), np.resize(copies, filled)
         epoch = self.epoch
-        strong = self.strong_until is None or epoch < self.strong_until
+        strong = self.is_strong(epoch)
+        mix = self.mix[0] <= epoch and (self.mix[1] is None or epoch < self.mix[1])
         for batch in range(self.start_batch, self.batches_per_epoch):
             size = self.size_of(batch, epoch)
             own = slice(batch * group + self.rank, (batch + 1) * group, self.world_size)
             pairs = zip(order[own].tolist(), copies[own].tolist(), strict=True)
-            yield [SampleKey(index, epoch, size, strong, copy) for index, copy in pairs]
+            yield [SampleKey(index, epoch, size, strong, copy, mix) for index, copy in pairs]
+
+    def is_strong(self, epoch: int) -> bool:
+        """Whether strong augmentation is on."""
+        return self.strong_until is None or epoch < self.strong_until
 
     def size_of(self, batch: int, epoch: int) -> tuple[int, int]:
         """The (height, width) of a batch."""
+        if self.final_size is not None and not self.is_strong(epoch):
+            return self.final_size
         if len(self.sizes) == 1:
             return self.sizes[0]
         return self.sizes[np.random.default_rng([self.seed, epoch, batch]).integers(len(self.sizes))]

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitdet.data.transforms import Sample, Window, check_probabilities, render
+from vitdet.data.transforms import Sample, check_probabilities, render
+from vitdet.data.windows import Window
 from vitdet.structures import ImageTargets
 
 MIN_VISIBLE = 0.25  # a box that keeps less of its area is dropped: what is left is seldom recognisable

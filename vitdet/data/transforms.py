@@ -4,7 +4,7 @@ The published order is photometric distortion, zoom-out, IoU crop, flips, resize
 one window over the image, and pixels are touched once: the part of the image inside the window is resized straight to
 its place, and the colours are distorted there. What differs is rounding; what is saved is filling a canvas of 16 times
 the image, and distorting pixels that the crop discards. Boxes are (T, 4) float32 ``xyxy`` pixels.
-Source: RT-DETR (arXiv 2304.08069), its training recipe; SSD (arXiv 1512.02325, section 2.2) for crop and zoom-out.
+Source: RT-DETR (arXiv 2304.08069), its training recipe.
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vitdet.data import windows
+from vitdet.data.windows import Window
 from vitdet.structures import Preprocessing
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]  # image (h, w, 3) uint8, boxes (T, 4) float32, labels (T,) int64
-Window = tuple[int, int, int, int]  # x0, y0, x1, y1 in the image's pixels; may reach beyond the image
-
-MAX_ZOOM_OUT = 4.0  # side of the canvas over the side of the image
-CROP_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # 1.0 stands for "no crop"
-CROP_TRIALS = 40
-SIZE_CROP_SIDES = (400, 500, 600)  # DETR's crop is 384 to 600 pixels a side at one of these shorter sides
-SIZE_CROP_LEAST, SIZE_CROP_MOST = 384, 600
 
 
 class Transform(Protocol):
@@ -153,7 +148,8 @@ class TrainTransform:
             labels: (T,).
             size: (height, width) of the result; with ``longest`` its shorter side, where ``shorter`` says no other.
             rng: the only source of randomness.
-            strong: False leaves out photometric distortion, zoom-out and IoU crop (the last epochs of a recipe).
+            strong: False leaves out photometric distortion, zoom-out, both crops and the other shorter sides (the last
+                epochs of a recipe).
             composed: True for a mosaic, which has its own scale and crops: no second zoom-out, crop or scale jitter.
 
         Returns:
@@ -163,34 +159,34 @@ class TrainTransform:
         window: Window = (0, 0, width, height)
         if not composed:
             if strong and rng.random() < self.zoom_out:
-                window = _zoom_out(window, rng)
+                window = windows.zoom_out(window, rng)
             if strong and rng.random() < self.iou_crop:
-                window = _iou_crop(window, boxes, rng)
+                window = windows.iou_crop(window, boxes, rng)
             if self.scale_jitter != (1.0, 1.0):
-                window = _scale(window, self.scale_jitter, rng)
-            sized = bool(self.size_crop) and rng.random() < self.size_crop
+                window = windows.rescale(window, self.scale_jitter, rng)
+            sized = strong and self.size_crop > 0 and rng.random() < self.size_crop
             if sized:
-                window = _size_crop(window, rng)
-            boxes, labels = _inside(boxes, labels, window, self.min_box_pixels, centred=not sized)
+                window = windows.size_crop(window, rng)
+            boxes, labels = windows.boxes_inside(boxes, labels, window, self.min_box_pixels, centred=not sized)
         distort = strong and rng.random() < self.photometric
         turns = int(rng.integers(1, 4)) if rng.random() < self.rotate90 else 0
-        upright = self._upright(window, size, turns, rng)
+        upright = self._upright(window, size, turns, rng if strong else None)
         recolour = (lambda pixels: _distort(pixels, self._colours, rng)) if distort else None
         image, boxes = render(image, boxes, window=window, size=upright, fill=self.fill, recolour=recolour)
         image, boxes = _rotate90(image, boxes, turns)
         image, boxes = _flip(image, boxes, across=rng.random() < self.hflip, down=rng.random() < self.vflip)
         height, width = image.shape[:2]
         boxes = np.clip(boxes, 0, np.array([width, height] * 2, dtype=np.float32))  # rounding may exceed by 1e-5
-        keep = _large(boxes, self.min_box_pixels)
+        keep = windows.large_boxes(boxes, self.min_box_pixels)
         return image, boxes[keep], labels[keep]
 
     def _upright(
-        self, window: Window, size: tuple[int, int], turns: int, rng: np.random.Generator
+        self, window: Window, size: tuple[int, int], turns: int, rng: np.random.Generator | None
     ) -> tuple[int, int]:
-        """(height, width) at which the window is shown before it is turned."""
+        """(height, width) at which the window is shown before it is turned; without ``rng`` nothing is drawn."""
         if self.longest is None:
             return size if turns % 2 == 0 else (size[1], size[0])
-        shorter = self.shorter[rng.integers(len(self.shorter))] if self.shorter else size[0]
+        shorter = self.shorter[rng.integers(len(self.shorter))] if self.shorter and rng is not None else size[0]
         return proportional((window[3] - window[1], window[2] - window[0]), shorter=shorter, longest=self.longest)
 
 
@@ -339,94 +335,6 @@ def _place(low: int, high: int, scale: float, most: int) -> tuple[int, int]:
     """An interval scaled and rounded, at least one pixel long and within 0…most."""
     first = min(round(low * scale), most - 1)
     return first, min(max(round(high * scale), first + 1), most)
-
-
-def _zoom_out(window: Window, rng: np.random.Generator) -> Window:
-    """A canvas around the window, up to ``MAX_ZOOM_OUT`` times its sides, with the window at a random place."""
-    x0, y0, x1, y1 = window
-    factor = rng.uniform(1.0, MAX_ZOOM_OUT)
-    extra_x, extra_y = int((x1 - x0) * (factor - 1)), int((y1 - y0) * (factor - 1))
-    left, top = int(extra_x * rng.random()), int(extra_y * rng.random())
-    return x0 - left, y0 - top, x1 - left + extra_x, y1 - top + extra_y
-
-
-def _iou_crop(window: Window, boxes: np.ndarray, rng: np.random.Generator) -> Window:
-    """SSD's crop: 0.3 to 1 of each side, aspect 0.5 to 2, and the best IoU with a kept box at least a drawn bound.
-
-    The trials for one bound are drawn together; without boxes no crop is valid, and the window stays.
-    """
-    x0, y0, x1, y1 = window
-    width, height = x1 - x0, y1 - y0
-    while len(boxes):
-        bound = CROP_IOUS[rng.integers(len(CROP_IOUS))]
-        if bound >= 1.0:
-            break
-        draws = rng.random((CROP_TRIALS, 4))
-        crop_w = (width * (0.3 + 0.7 * draws[:, 0])).astype(int)
-        crop_h = (height * (0.3 + 0.7 * draws[:, 1])).astype(int)
-        left = x0 + ((width - crop_w) * draws[:, 2]).astype(int)
-        top = y0 + ((height - crop_h) * draws[:, 3]).astype(int)
-        crops = np.stack([left, top, left + crop_w, top + crop_h], axis=1)  # (trials, 4)
-        # Compared as products: a side of the crop may be 0 pixels.
-        valid = (crop_w > 0) & (crop_h > 0) & (crop_w >= 0.5 * crop_h) & (crop_w <= 2.0 * crop_h)
-        valid &= _best_iou(crops, boxes) >= bound
-        if valid.any():
-            a, b, c, d = crops[int(valid.argmax())].tolist()
-            return a, b, c, d
-    return window
-
-
-def _best_iou(crops: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """For each of (n, 4) crops, its largest IoU with a box (T, 4) whose centre it contains; -1 without such a box."""
-    crops = crops[:, None].astype(np.float64)  # (n, 1, 4)
-    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
-    contained = ((centres > crops[..., :2]) & (centres < crops[..., 2:])).all(axis=-1)  # (n, T)
-    sides = np.minimum(crops[..., 2:], boxes[:, 2:]) - np.maximum(crops[..., :2], boxes[:, :2])
-    shared = sides.clip(min=0).prod(axis=-1)
-    areas = (crops[..., 2:] - crops[..., :2]).prod(axis=-1) + (boxes[:, 2:] - boxes[:, :2]).prod(axis=-1)
-    iou = shared / np.maximum(areas - shared, 1e-9)
-    return np.where(contained, iou, -1.0).max(axis=1)
-
-
-def _scale(window: Window, limits: tuple[float, float], rng: np.random.Generator) -> Window:
-    """A window smaller (the image grows) or larger by a log-uniform factor, at a random place inside or around."""
-    x0, y0, x1, y1 = window
-    factor = float(np.exp(rng.uniform(*np.log(limits))))
-    width, height = max(round((x1 - x0) / factor), 1), max(round((y1 - y0) / factor), 1)
-    left = x0 + round((x1 - x0 - width) * rng.random())
-    top = y0 + round((y1 - y0 - height) * rng.random())
-    return left, top, left + width, top + height
-
-
-def _size_crop(window: Window, rng: np.random.Generator) -> Window:
-    """A part of the window of 384 to 600 pixels a side, counted where its shorter side would have 400, 500 or 600."""
-    x0, y0, x1, y1 = window
-    width, height = x1 - x0, y1 - y0
-    scale = SIZE_CROP_SIDES[rng.integers(len(SIZE_CROP_SIDES))] / min(width, height)
-    sides = []
-    for side in (width, height):
-        pixels = rng.integers(SIZE_CROP_LEAST, min(int(side * scale), SIZE_CROP_MOST), endpoint=True)
-        sides.append(min(max(round(float(pixels) / scale), 1), side))
-    left, top = x0 + int(rng.integers(width - sides[0] + 1)), y0 + int(rng.integers(height - sides[1] + 1))
-    return left, top, left + sides[0], top + sides[1]
-
-
-def _inside(
-    boxes: np.ndarray, labels: np.ndarray, window: Window, least: float, *, centred: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """The boxes clipped to the window whose sides have ``least`` pixels; ``centred``: and whose centres lie in it."""
-    low, high = np.array(window[:2], dtype=np.float32), np.array(window[2:], dtype=np.float32)
-    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
-    clipped = np.clip(boxes, np.tile(low, 2), np.tile(high, 2))
-    keep = _large(clipped, least)
-    if centred:
-        keep &= ((centres > low) & (centres < high)).all(axis=1)
-    return clipped[keep], labels[keep]
-
-
-def _large(boxes: np.ndarray, least: float) -> np.ndarray:
-    """Which boxes (T, 4) have both sides at least ``least`` pixels: (T,) bool."""
-    return ((boxes[:, 2:] - boxes[:, :2]) >= least).all(axis=1)
 
 
 def _rotate90(image: np.ndarray, boxes: np.ndarray, turns: int) -> tuple[np.ndarray, np.ndarray]:

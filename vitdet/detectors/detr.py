@@ -17,10 +17,10 @@ from vitdet.backbones.resnet import resnet50, resnet101
 from vitdet.core.attention import Attention
 from vitdet.core.blocks import DecoderBlock, EncoderBlock
 from vitdet.core.feedforward import MLP
-from vitdet.core.masks import valid_cells
+from vitdet.core.masks import padding_mask, valid_cells
 from vitdet.core.positions import sinusoidal_shares
 from vitdet.core.stacks import DecoderStack, EncoderStack
-from vitdet.detectors.rtdetr import at_least
+from vitdet.detectors.heads import at_least
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
 
 
@@ -79,9 +79,7 @@ class DETR(nn.Module):
                     nn.init.xavier_uniform_(parameter)
         nn.init.normal_(self.query_pos)
 
-    def forward(
-        self, images: Tensor, targets: Targets | None = None, sizes: Tensor | None = None
-    ) -> DetectorOutput:
+    def forward(self, images: Tensor, targets: Targets | None = None, sizes: Tensor | None = None) -> DetectorOutput:
         """Detect.
 
         Args:
@@ -119,7 +117,7 @@ class DETR(nn.Module):
             sizes = sizes.to(maps.device)
             rows = valid_cells(sizes[:, 0], images.shape[-2], height)  # (B, h)
             columns = valid_cells(sizes[:, 1], images.shape[-1], width)  # (B, w)
-            mask = (rows[:, :, None] & columns[:, None]).flatten(1)[:, None, None]  # (B, 1, 1, M)
+            mask = padding_mask((rows[:, :, None] & columns[:, None]).flatten(1))  # (B, 1, 1, M)
         tokens = maps.flatten(2).transpose(1, 2)  # (B, M, C)
         pos = sinusoidal_shares(rows, columns, tokens.shape[-1]).to(tokens.dtype)
         return self.encoder(tokens, query_pos=pos, mask=mask), pos, mask

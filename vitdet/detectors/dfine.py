@@ -24,7 +24,7 @@ from vitdet.core.blocks import DecoderBlock, GatedResidual
 from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
-from vitdet.detectors.rtdetr import RTDETR
+from vitdet.detectors.rtdetr import RTDETR, choose_backbone
 from vitdet.structures import EdgeDistributions, SupervisedOutput
 
 
@@ -202,36 +202,40 @@ def dfine(
     return RTDETR(backbone, num_classes=num_classes, decoder=decoder, **(defaults | numbers))
 
 
-def dfine_n(num_classes: int, **overrides) -> RTDETR:
-    """D-FINE-N: 4 M parameters, 7 GFLOPs, COCO AP 42.8 (the repository's table); two levels, strides 16 and 32."""
+def dfine_n(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
+    """D-FINE-N: 4 M parameters, 7 GFLOPs, COCO AP 42.8 (the repository's table); two levels, strides 16 and 32.
+
+    ``backbone``: another one than the published, with maps of these strides; in all others of 8, 16 and 32.
+    """
     numbers: dict[str, Any] = {
         "encoder_width": 128, "encoder_hidden": 512, "encoder_expansion": 0.34, "encoder_blocks": 2, "width": 128,
         "decoder_hidden": 512, "decoder_layers": 3, "points": (6, 6),
     }  # fmt: skip
-    return dfine(hgnetv2_b0(out_stages=(2, 3)), num_classes, **(numbers | overrides))
+    return dfine(backbone or hgnetv2_b0(out_stages=(2, 3)), num_classes, **(numbers | overrides))
 
 
-def dfine_s(num_classes: int, **overrides) -> RTDETR:
+def dfine_s(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """D-FINE-S: 10 M parameters, 25 GFLOPs, COCO AP 48.5, 50.7 with Objects365 (arXiv 2410.13842, table 1)."""
     numbers: dict[str, Any] = {"encoder_expansion": 0.5, "encoder_blocks": 1, "decoder_layers": 3}
-    return dfine(hgnetv2_b0(), num_classes, **(numbers | overrides))
+    return dfine(backbone or hgnetv2_b0(), num_classes, **(numbers | overrides))
 
 
-def dfine_m(num_classes: int, **overrides) -> RTDETR:
+def dfine_m(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """D-FINE-M: 19 M parameters, 57 GFLOPs, COCO AP 52.3, 55.1 with Objects365 (the same)."""
     numbers: dict[str, Any] = {"encoder_blocks": 2, "decoder_layers": 4}
-    return dfine(hgnetv2_b2(), num_classes, **(numbers | overrides))
+    return dfine(backbone or hgnetv2_b2(), num_classes, **(numbers | overrides))
 
 
-def dfine_l(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def dfine_l(num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides) -> RTDETR:
     """D-FINE-L: 31 M parameters, 91 GFLOPs, COCO AP 54.0, 57.3 with Objects365 (the same).
 
-    ``frozen_norm``: fixed batch norms in the backbone, as published; only with a backbone that was trained before.
+    ``frozen_norm``: fixed batch norms in the published backbone, as published; only with one that was trained before.
     """
-    return dfine(hgnetv2_b4(frozen_norm=frozen_norm), num_classes, **overrides)
+    return dfine(choose_backbone(backbone, hgnetv2_b4, frozen_norm=frozen_norm), num_classes, **overrides)
 
 
-def dfine_x(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def dfine_x(num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides) -> RTDETR:
     """D-FINE-X: 62 M parameters, 202 GFLOPs, COCO AP 55.8, 59.3 with Objects365 (the same); see :func:`dfine_l`."""
     numbers: dict[str, Any] = {"encoder_width": 384, "encoder_hidden": 2048, "reg_scale": 8.0}
-    return dfine(hgnetv2_b5(frozen_norm=frozen_norm), num_classes, **(numbers | overrides))
+    backbone = choose_backbone(backbone, hgnetv2_b5, frozen_norm=frozen_norm)
+    return dfine(backbone, num_classes, **(numbers | overrides))

@@ -1,4 +1,4 @@
-"""Small pieces shared by query selection and decoder: the logit arithmetic of boxes and the start of the heads."""
+"""Small pieces that detectors share: the logit arithmetic of boxes, the start of the heads, checks of numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from vitdet.core.feedforward import MLP
+
+
+def at_least(least: int, **values: float) -> None:
+    """Refuse any of the named values that is below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def inverse_sigmoid(values: Tensor, *, eps: float = 1e-5) -> Tensor:

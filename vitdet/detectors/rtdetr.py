@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from vitdet.backbones.hgnetv2 import hgnetv2_b4, hgnetv2_b5
 from vitdet.backbones.layers import ConvNorm, dense_gradient
+from vitdet.backbones.pyramid import Pyramid
 from vitdet.backbones.resnet import BasicBlock, ResNet, resnet18_vd, resnet34_vd, resnet50_vd, resnet101_vd
+from vitdet.backbones.vit import ViT
 from vitdet.core.blocks import DecoderBlock
 from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.denoising import Denoising, DenoisingQueries
-from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
+from vitdet.detectors.heads import at_least, inverse_sigmoid, make_box_head, make_score_head
 from vitdet.detectors.hybrid_encoder import make_encoder
 from vitdet.detectors.query_selection import QuerySelection, SelectedQueries, TokenProposals
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
@@ -210,84 +214,150 @@ class RTDETR(nn.Module):
         return DetectorOutput(final.logits, final.boxes, supervised)
 
 
-def at_least(least: int, **values: float) -> None:
-    """Refuse any of the named values that is below ``least``."""
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+def choose_backbone(given: nn.Module | None, published: Callable[..., nn.Module], **options: bool) -> nn.Module:
+    """The given backbone, or else the published one with these options.
+
+    Raises:
+        ValueError: both a backbone and an option, which is the published one's only.
+    """
+    if given is None:
+        return published(**options)
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name} is an argument of the published backbone, not of the one given; leave one out")
+    return given
 
 
-def rtdetr_r18(num_classes: int, **overrides) -> RTDETR:
-    """RT-DETR-R18: 20 M parameters, 60 GFLOPs, COCO AP 46.4 (arXiv 2304.08069, table 2 and its repository)."""
+def rtdetr_r18(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
+    """RT-DETR-R18: 20 M parameters, 60 GFLOPs, COCO AP 46.4 (arXiv 2304.08069, table 2 and its repository).
+
+    ``backbone``: another one than the published, with maps of stride 8, 16 and 32; so in all that follow.
+    """
     numbers = {"encoder_expansion": 0.5, "decoder_layers": 3}
-    return RTDETR(resnet18_vd(), num_classes=num_classes, **(numbers | overrides))
+    return RTDETR(backbone or resnet18_vd(), num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetr_r34(num_classes: int, **overrides) -> RTDETR:
+def rtdetr_r34(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """RT-DETR-R34: 31 M parameters, 92 GFLOPs, COCO AP 48.9 (the same)."""
     numbers = {"encoder_expansion": 0.5, "decoder_layers": 4}
-    return RTDETR(resnet34_vd(), num_classes=num_classes, **(numbers | overrides))
+    return RTDETR(backbone or resnet34_vd(), num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetr_r50_m(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetr_r50_m(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETR-R50-m: 36 M parameters, 100 GFLOPs, COCO AP 51.3 (the same); trains six layers, evaluates three.
 
-    ``frozen_norm``: fixed batch norms in the backbone, as published; only with a backbone that was trained before.
+    ``frozen_norm``: fixed batch norms in the published backbone, as published; only with one that was trained before.
     """
     numbers = {"encoder_expansion": 0.5, "eval_layers": 3}
-    return RTDETR(resnet50_vd(frozen_norm=frozen_norm), num_classes=num_classes, **(numbers | overrides))
+    backbone = choose_backbone(backbone, resnet50_vd, frozen_norm=frozen_norm)
+    return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetr_r50(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetr_r50(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETR-R50: 42 M parameters, 136 GFLOPs, COCO AP 53.1 (arXiv 2304.08069, table 2); see :func:`rtdetr_r50_m`."""
-    return RTDETR(resnet50_vd(frozen_norm=frozen_norm), num_classes=num_classes, **overrides)
+    backbone = choose_backbone(backbone, resnet50_vd, frozen_norm=frozen_norm)
+    return RTDETR(backbone, num_classes=num_classes, **overrides)
 
 
-def rtdetr_r101(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetr_r101(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETR-R101: 76 M parameters, 259 GFLOPs, COCO AP 54.3 (the same table); see :func:`rtdetr_r50_m`."""
     numbers = {"encoder_width": 384, "encoder_hidden": 2048}
-    return RTDETR(resnet101_vd(frozen_norm=frozen_norm), num_classes=num_classes, **(numbers | overrides))
+    backbone = choose_backbone(backbone, resnet101_vd, frozen_norm=frozen_norm)
+    return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))
 
 
-def rtdetrv2_r18(num_classes: int, **overrides) -> RTDETR:
+def rtdetr_hgnetv2_l(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
+    """RT-DETR-L: 32 M parameters, 110 GFLOPs, COCO AP 53.0 (the same table); see :func:`rtdetr_r50_m`."""
+    backbone = choose_backbone(backbone, hgnetv2_b4, frozen_norm=frozen_norm)
+    return RTDETR(backbone, num_classes=num_classes, **overrides)
+
+
+def rtdetr_hgnetv2_x(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
+    """RT-DETR-X: 67 M parameters, 234 GFLOPs, COCO AP 54.8 (the same table); see :func:`rtdetr_r50_m`."""
+    numbers = {"encoder_width": 384, "encoder_hidden": 2048}
+    backbone = choose_backbone(backbone, hgnetv2_b5, frozen_norm=frozen_norm)
+    return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))
+
+
+def rtdetr_vit_s(num_classes: int, *, drop_path: float = 0.0, **overrides) -> RTDETR:
+    """RT-DETR on a plain ViT-S/16 with a pyramid, ours: 34 M parameters; no AP is published.
+
+    The numbers are those of R34, whose backbone is as large. The ViT's learnt positions are for images of 224×224, as
+    published ViTs have them, and resampled for every other size. ``drop_path``: its stochastic depth, see :class:`ViT`.
+    """
+    vit = ViT(width=384, layers=12, heads=6, hidden=1536, drop_path=drop_path)
+    return rtdetr_r34(num_classes, backbone=Pyramid(vit), **overrides)
+
+
+def rtdetrv2_r18(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """RT-DETRv2-S: COCO AP 48.1 (arXiv 2407.17140, table 1, and its repository); the numbers of :func:`rtdetr_r18`.
 
     Version 2 is trained differently, and may have another number of ``points`` in each level, or read single cells
     (``sampling="discrete"``: AP 47.4, tuned from the other's weights).
     """
-    return rtdetr_r18(num_classes, **overrides)
+    return rtdetr_r18(num_classes, backbone=backbone, **overrides)
 
 
-def rtdetrv2_r34(num_classes: int, **overrides) -> RTDETR:
+def rtdetrv2_r34(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """RT-DETRv2-M*: COCO AP 49.9, 49.2 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
-    return rtdetr_r34(num_classes, **overrides)
+    return rtdetr_r34(num_classes, backbone=backbone, **overrides)
 
 
-def rtdetrv2_r50_m(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetrv2_r50_m(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETRv2-M: COCO AP 51.9, 51.4 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
-    return rtdetr_r50_m(num_classes, frozen_norm=frozen_norm, **overrides)
+    return rtdetr_r50_m(num_classes, backbone=backbone, frozen_norm=frozen_norm, **overrides)
 
 
-def rtdetrv2_r50(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetrv2_r50(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETRv2-L: COCO AP 53.4, 52.9 with discrete sampling (the same); see :func:`rtdetrv2_r18`."""
-    return rtdetr_r50(num_classes, frozen_norm=frozen_norm, **overrides)
+    return rtdetr_r50(num_classes, backbone=backbone, frozen_norm=frozen_norm, **overrides)
 
 
-def rtdetrv2_r101(num_classes: int, *, frozen_norm: bool = False, **overrides) -> RTDETR:
+def rtdetrv2_r101(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
     """RT-DETRv2-X: COCO AP 54.3 (the same); see :func:`rtdetrv2_r18`."""
-    return rtdetr_r101(num_classes, frozen_norm=frozen_norm, **overrides)
+    return rtdetr_r101(num_classes, backbone=backbone, frozen_norm=frozen_norm, **overrides)
 
 
-def rtdetr_nano(num_classes: int, **overrides) -> RTDETR:
+def rtdetrv2_hgnetv2_l(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
+    """RT-DETRv2 on HGNetv2-L: COCO AP 52.9 (its repository); see :func:`rtdetrv2_r18`."""
+    return rtdetr_hgnetv2_l(num_classes, backbone=backbone, frozen_norm=frozen_norm, **overrides)
+
+
+def rtdetrv2_hgnetv2_x(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool = False, **overrides
+) -> RTDETR:
+    """RT-DETRv2 on HGNetv2-X: COCO AP 54.7 (its repository); see :func:`rtdetrv2_r18`."""
+    return rtdetr_hgnetv2_x(num_classes, backbone=backbone, frozen_norm=frozen_norm, **overrides)
+
+
+def rtdetr_nano(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """A small RT-DETR for small images on CPUs, ours: 3.3 M parameters, BCCD val AP50 0.866 in 15 minutes on 2 cores.
 
     Against the published ones: few maps at half the image's size, one fusion block instead of three, four heads (whose
     wider rows suit a matrix unit), and dense supervision in training.
     """
-    backbone = ResNet(depths=(1, 1, 2, 1), block=BasicBlock, stem=(16, 32), widths=(32, 64, 128, 256))
+    small = partial(ResNet, depths=(1, 1, 2, 1), block=BasicBlock, stem=(16, 32), widths=(32, 64, 128, 256))
     numbers = {
         "encoder_width": 128, "encoder_hidden": 256, "encoder_expansion": 0.5, "encoder_blocks": 1, "width": 128,
         "heads": 4, "decoder_hidden": 256, "decoder_layers": 3, "num_queries": 100, "denoising_queries": 50,
         "dense_supervision": True,
     }  # fmt: skip
-    return RTDETR(backbone, num_classes=num_classes, **(numbers | overrides))
+    return RTDETR(backbone or small(), num_classes=num_classes, **(numbers | overrides))

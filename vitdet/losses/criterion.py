@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from vitdet.boxes import cxcywh_to_xyxy, iou_and_giou
 from vitdet.distributed import mean_over_ranks
-from vitdet.losses.classification import varifocal_loss
+from vitdet.errors import UserError
+from vitdet.losses.classification import matchability_aware_loss, no_object_cross_entropy, varifocal_loss
 from vitdet.losses.distribution import (
     decoupled_mean,
     distillation_loss,
@@ -24,42 +25,72 @@ from vitdet.losses.distribution import (
 from vitdet.losses.matcher import HungarianMatcher
 from vitdet.structures import DetectorOutput, EdgeDistributions, SupervisedOutput, Targets
 
+CLASS_LOSSES = ("vfl", "mal", "ce")
+
 
 class Criterion(nn.Module):
-    """Varifocal, L1 and GIoU losses of every supervised prediction (arXiv 2304.08069, section 4 and appendix).
+    """Class, L1 and GIoU losses of every supervised prediction (arXiv 2005.12872, section 3.1; 2304.08069, section 4).
 
     Predictions with distributions of their boxes' edges get D-FINE's two terms, too (arXiv 2410.13842, section 4).
 
     Args:
         matcher: assigns queries to targets.
-        vfl_weight, box_weight, giou_weight: of the three terms.
+        classification: the loss of the classes, which names its term: ``vfl``, varifocal; ``mal``, matchability-aware;
+            ``ce``, cross-entropy with "no object", which goes with a ``softmax`` matcher and an output that has a logit
+            for it. None for ``ce`` with such a matcher, else ``vfl``.
+        vfl_weight, mal_weight, ce_weight: of the loss of the classes. box_weight, giou_weight: of L1 and GIoU.
         fgl_weight, ddf_weight: of the fine-grained localisation and the distillation loss.
-        alpha, gamma: of the varifocal loss.
+        alpha, gamma: of the varifocal loss. mal_alpha, mal_gamma: of the matchability-aware loss.
+        no_object: what a query without a target weighs in the cross-entropy, in (0, 1].
         one_to_many: queries per target for the predictions that ask for one-to-many matching.
         dense_weight: factor on these predictions' terms.
         union: boxes and edges learn from the matches of all one-to-one predictions together (D-FINE, section 4.2), only
             the classes from those of their own prediction.
+        quality_from: the epoch from which queries are matched by quality, see :class:`HungarianMatcher`, once
+            :meth:`set_epoch` has told of it; None for never.
+
+    Raises:
+        ValueError: the loss of the classes is not one for the matcher's scores, or a number is out of range.
     """
 
     def __init__(
-        self, *, matcher: HungarianMatcher, vfl_weight: float = 1.0, box_weight: float = 5.0, giou_weight: float = 2.0,
+        self, *, matcher: HungarianMatcher, classification: str | None = None, vfl_weight: float = 1.0,
+        mal_weight: float = 1.0, ce_weight: float = 1.0, box_weight: float = 5.0, giou_weight: float = 2.0,
         fgl_weight: float = 0.15, ddf_weight: float = 1.5, alpha: float = 0.75, gamma: float = 2.0,
-        one_to_many: int = 8, dense_weight: float = 1.0, union: bool = False,
+        mal_alpha: float = 1.0, mal_gamma: float = 1.5, no_object: float = 0.1, one_to_many: int = 8,
+        dense_weight: float = 1.0, union: bool = False, quality_from: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.matcher, self.alpha, self.gamma, self.union = matcher, alpha, gamma, union
+        classification = classification or ("ce" if matcher.softmax else "vfl")
+        if classification not in CLASS_LOSSES:
+            raise ValueError(f"classification must be one of {', '.join(CLASS_LOSSES)}, got {classification!r}")
+        if matcher.softmax != (classification == "ce"):
+            raise ValueError(f"a matcher with softmax={matcher.softmax} and {classification!r} do not go together")
+        if not 0 < no_object <= 1:
+            raise ValueError(f"no_object is a weight in (0, 1], got {no_object}")
+        self.matcher, self.classification, self.union, self.quality_from = matcher, classification, union, quality_from
+        self.alpha, self.gamma, self.mal_alpha, self.mal_gamma = alpha, gamma, mal_alpha, mal_gamma
+        self.no_object, self.count, self.dense_weight = no_object, one_to_many, dense_weight
+        class_weight = {"vfl": vfl_weight, "mal": mal_weight, "ce": ce_weight}[classification]
         self.weights = {
-            "vfl": vfl_weight, "box": box_weight, "giou": giou_weight, "fgl": fgl_weight, "ddf": ddf_weight,
+            classification: class_weight, "box": box_weight, "giou": giou_weight, "fgl": fgl_weight, "ddf": ddf_weight,
         }  # fmt: skip
-        self.count, self.dense_weight = one_to_many, dense_weight
+
+    def set_epoch(self, epoch: int) -> None:
+        """Match as is done in this epoch, the first being 0."""
+        self.matcher.by_quality = self.quality_from is not None and epoch >= self.quality_from
 
     def forward(self, output: DetectorOutput, targets: Targets) -> dict[str, Tensor]:
-        """The weighted terms, ``"{prediction}/{vfl|box|giou|fgl|ddf}"``, and their sum ``"total"``; scalars.
+        """The weighted terms, ``"{prediction}/{vfl|mal|ce|box|giou|fgl|ddf}"``, and their sum ``"total"``; scalars.
 
-        Every term but ``ddf``, a mean already, is divided by the number of targets in the batch (at least 1, mean over
-        the processes), and by the copies of each target that the prediction's queries stand for; what learns from the
-        union of matches by the number of queries in it.
+        Every term but ``ce`` and ``ddf``, which are means already, is divided by the number of targets in the batch (at
+        least 1, mean over the processes), and by the copies of each target that the prediction's queries stand for;
+        what learns from the union of matches by the number of queries in it.
+
+        Raises:
+            UserError: the loss of the classes is not one for this output's logits.
         """
+        self.check(output)
         num_boxes = mean_over_ranks(targets.valid.sum().float()).clamp(min=1)
         assigned = self.assign(output.supervised, targets)
         together, num_together, share = None, num_boxes, None
@@ -76,11 +107,21 @@ class Criterion(nn.Module):
                 own = boxes = Matches.of(prediction, assigned[name], targets)
                 if together is not None and prediction.matching == "one_to_one":
                     boxes, box_count = Matches.of(prediction, together, targets), num_together
-                counts = {"vfl": count, "ddf": 1.0}
+                counts: dict[str, Tensor | float] = {"vfl": count, "mal": count, "ce": 1.0, "ddf": 1.0}
                 for term, value in self.terms(prediction, own, boxes, share).items():
                     losses[f"{name}/{term}"] = self.weights[term] * scale * value / counts.get(term, box_count)
         losses["total"] = torch.stack(list(losses.values())).sum()
         return losses
+
+    def check(self, output: DetectorOutput) -> None:
+        """Whether output and loss of the classes agree on a logit for "no object"."""
+        if output.no_object == (self.classification == "ce"):
+            return
+        has, verb, remedy = ("a", "leaves out", "ce") if output.no_object else ("no", "needs", "vfl or mal")
+        raise UserError(
+            f"the model has {has} logit for 'no object', which loss.classification={self.classification} {verb}; "
+            f"set it to {remedy}"
+        )
 
     def assign(self, supervised: dict[str, SupervisedOutput], targets: Targets) -> dict[str, Tensor]:
         """Each prediction's (B, Q) target indices, -1 for background."""
@@ -100,20 +141,15 @@ class Criterion(nn.Module):
     def terms(
         self, prediction: SupervisedOutput, own: Matches, boxes: Matches, share: Tensor | None
     ) -> dict[str, Tensor]:
-        """Unweighted sums over the batch, and the distillation term's mean.
+        """Unweighted sums over the batch, and the means of the cross-entropy and the distillation term.
 
         Args:
             own: what the classes learn from. boxes: what boxes and edges learn from.
             share: see :func:`matched_share`; of ``boxes`` where not given.
         """
-        logits = prediction.logits.float()
-        chosen = torch.zeros_like(logits, dtype=torch.bool)  # (B, Q, K)
-        chosen.scatter_(-1, own.labels[..., None], own.positive[..., None])
-        quality = torch.where(chosen, own.iou.detach()[..., None], 0.0)
-        vfl = varifocal_loss(logits, quality, chosen, alpha=self.alpha, gamma=self.gamma)
         difference = (prediction.boxes.float() - boxes.boxes).abs()
         terms = {
-            "vfl": vfl.sum(),
+            self.classification: self.class_term(prediction.logits.float(), own),
             "box": torch.where(boxes.positive[..., None], difference, 0.0).sum(),
             "giou": torch.where(boxes.positive, 1 - boxes.giou, 0.0).sum(),
         }
@@ -121,6 +157,17 @@ class Criterion(nn.Module):
             # Denoising queries weigh matched and other ones as the object queries do.
             terms |= edge_terms(prediction.edges, boxes, matched_share(boxes.positive) if share is None else share)
         return terms
+
+    def class_term(self, logits: Tensor, own: Matches) -> Tensor:
+        """The loss of the classes, unweighted: a sum over the batch, or the cross-entropy's mean."""
+        if self.classification == "ce":
+            return no_object_cross_entropy(logits, own.labels, own.positive, no_object=self.no_object)
+        chosen = torch.zeros_like(logits, dtype=torch.bool)  # (B, Q, K)
+        chosen.scatter_(-1, own.labels[..., None], own.positive[..., None])
+        quality = torch.where(chosen, own.iou.detach()[..., None], 0.0)
+        if self.classification == "mal":
+            return matchability_aware_loss(logits, quality, chosen, alpha=self.mal_alpha, gamma=self.mal_gamma).sum()
+        return varifocal_loss(logits, quality, chosen, alpha=self.alpha, gamma=self.gamma).sum()
 
 
 def edge_terms(edges: EdgeDistributions, matches: Matches, share: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Assigning queries to targets: one to one by the Hungarian algorithm, or several to a target by the same cost.
 
-Sources: DETR (arXiv 2005.12872, section 3.1) with the focal class cost of Deformable DETR (arXiv 2010.04159).
+Sources: DETR (arXiv 2005.12872, section 3.1), the focal class cost of Deformable DETR (arXiv 2010.04159), and the cost
+by quality of DEIM (github.com/Intellindust-AI-Lab/DEIM, ``change_matcher``).
 """
 
 from __future__ import annotations
@@ -21,27 +22,46 @@ class HungarianMatcher:
 
     Args:
         class_cost, box_cost, giou_cost: weights of the three terms. alpha, gamma: of the focal class cost.
+        softmax: the logits are K + 1, the last of "no object", and the class cost is minus the class's probability.
+        iou_power: of the IoU in the cost by quality, see ``by_quality``.
+
+    Attributes:
+        by_quality: False at first. Where it is set, a pair costs minus the score of the target's class times the IoU
+            to the power of ``iou_power``, whatever the weights.
     """
 
     def __init__(
         self, *, class_cost: float = 2.0, box_cost: float = 5.0, giou_cost: float = 2.0, alpha: float = 0.25,
-        gamma: float = 2.0,
+        gamma: float = 2.0, softmax: bool = False, iou_power: float = 4.0,
     ) -> None:  # fmt: skip
         self.class_cost, self.box_cost, self.giou_cost = class_cost, box_cost, giou_cost
-        self.alpha, self.gamma = alpha, gamma
+        self.alpha, self.gamma, self.softmax, self.iou_power = alpha, gamma, softmax, iou_power
+        self.by_quality = False
 
     @torch.no_grad()
     def cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
         """(B, Q, K) logits and (B, Q, 4) ``cxcywh`` boxes to the cost (B, Q, T) of giving query q target t."""
-        probability = logits.float().sigmoid()
-        positive = self.alpha * (1 - probability) ** self.gamma * -(probability + 1e-8).log()
-        negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
         index = targets.labels[:, None].expand(-1, logits.shape[1], -1)  # (B, Q, T)
-        class_cost = (positive - negative).gather(-1, index)
-        box_cost = torch.cdist(boxes.float(), targets.boxes, p=1)
-        _, giou = iou_and_giou(cxcywh_to_xyxy(boxes.float())[:, :, None], cxcywh_to_xyxy(targets.boxes)[:, None])
-        total = self.class_cost * class_cost + self.box_cost * box_cost - self.giou_cost * giou
+        score = self.scores(logits).gather(-1, index)
+        iou, giou = iou_and_giou(cxcywh_to_xyxy(boxes.float())[:, :, None], cxcywh_to_xyxy(targets.boxes)[:, None])
+        if self.by_quality:
+            total = -score * iou**self.iou_power
+        else:
+            box_cost = torch.cdist(boxes.float(), targets.boxes, p=1)
+            total = self.class_cost * self.cost_of(score) + self.box_cost * box_cost - self.giou_cost * giou
         return total.nan_to_num(UNASSIGNABLE, UNASSIGNABLE, UNASSIGNABLE)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, Q, K), the probabilities of the classes without "no object"."""
+        return logits.float().softmax(-1)[..., :-1] if self.softmax else logits.float().sigmoid()
+
+    def cost_of(self, score: Tensor) -> Tensor:
+        """What the score of a target's class costs, unweighted; of the same shape."""
+        if self.softmax:
+            return -score
+        positive = self.alpha * (1 - score) ** self.gamma * -(score + 1e-8).log()
+        negative = (1 - self.alpha) * score**self.gamma * -(1 - score + 1e-8).log()
+        return positive - negative
 
     @torch.no_grad()
     def one_to_one(self, outputs: list[SupervisedOutput], targets: Targets) -> list[Tensor]:

@@ -32,11 +32,27 @@ def coco_names_by_id() -> list[str]:
     return [COCO.get(category, NO_CLASS) for category in range(91)]
 
 
-def with_gaps(names: Sequence[str]) -> list[str]:
-    """These names, where they are COCO's by id; what was planned for the unused ids becomes :data:`NO_CLASS`.
+# What descriptions of RT-DETR and its descendants call six of COCO's classes, as Pascal VOC did.
+_ALIASES = {
+    "motorbike": "motorcycle", "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant",
+    "diningtable": "dining table", "tvmonitor": "tv",
+}  # fmt: skip
 
-    Hugging Face's descriptions call them "street sign", "hat", …, though no image has any.
+
+def as_coco(names: Sequence[str]) -> list[str]:
+    """These names; where they are COCO's in other words, COCO's own, or its data could not be told to fit.
+
+    Where they are by id, what was planned for the unused ids becomes :data:`NO_CLASS`: Hugging Face's descriptions call
+    them "street sign", "hat", …, though no image has any.
     """
+    told = [_ALIASES.get(name, name) for name in names]
+    if told == coco_names():
+        return told
     ours = coco_names_by_id()
-    same = len(names) == len(ours) and all(names[category] == name for category, name in COCO.items())
+    same = len(told) == len(ours) and all(told[category] == name for category, name in COCO.items())
     return ours if same else list(names)
+
+
+def category_ids(names: Sequence[str]) -> tuple[int, ...]:
+    """The ids under which results are written: COCO's for its 80 classes, else 0…K-1."""
+    return tuple(COCO) if list(names) == coco_names() else tuple(range(len(names)))

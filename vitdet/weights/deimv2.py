@@ -20,36 +20,13 @@ import torch
 from torch import Tensor
 
 from vitdet.errors import UserError, some
-from vitdet.weights import hgnetv2, vit
+from vitdet.weights import dfine, hgnetv2, rtdetr, vit
 from vitdet.weights.preprocessing import IMAGENET, UNIT, values
 from vitdet.weights.rules import Rules, convert_state_dict
 
 NORM_EPS = 1e-5  # of the batch norms, ours and theirs
 
-_DROPPED: Rules = [
-    (r"\.num_batches_tracked$", None),
-    (r"\.num_points_scale$", None),  # what ours computes
-    (r"^decoder\.(anchors|valid_mask)$", None),
-    (r"^encoder\.pos_embed\d+$", None),
-]
-# Parts of both layouts' names that are spelt alike, after all others.
-_SHARED: Rules = [
-    (r"\.bottlenecks\.(\d+)\.conv\.", r".blocks.\1.conv3.conv."),  # merged
-    (r"\.bottlenecks\.(\d+)\.conv1\.", r".blocks.\1.conv3."),  # theirs counts, ours names the kernel
-    (r"\.bottlenecks\.(\d+)\.conv2\.", r".blocks.\1.conv1."),
-    (r"(\.chains\.\d\.0)\.conv1\.", r"\1.joint."),
-    (r"^decoder\.query_pos_head\.", "decoder.query_pos."),
-    (r"^decoder\.pre_bbox_head\.", "decoder.first_box_head."),
-    (r"^decoder\.lqe_layers\.(\d+)\.reg_conf\.", r"decoder.quality_heads.\1.head."),
-    (r"\.sampling_offsets\.", ".offsets."),
-    (r"\.attention_weights\.", ".weights."),
-    (r"\.gateway\.", ".cross_attention_residual."),
-    (r"\.self_attn\.(out|o)_proj\.", ".self_attention.out."),
-]
-
 OFFICIAL_RULES: Rules = [
-    *_DROPPED,
-    *hgnetv2.OFFICIAL_RULES,
     # spatial adapter
     (r"^backbone\.sta\.stem\.0\.", "backbone.details.stem.conv."),
     (r"^backbone\.sta\.stem\.1\.", "backbone.details.stem.norm."),
@@ -63,51 +40,24 @@ OFFICIAL_RULES: Rules = [
     (r"^backbone\.norms\.(\d)\.", r"backbone.fuse.\1.norm."),
     # encoder
     (r"\.conv_bn_fused\.", ".conv."),
-    (r"^encoder\.input_proj\.", "encoder.project."),
-    (r"^encoder\.encoder\.0\.layers\.", "encoder.attend."),
-    (r"^(encoder\.attend\.\d+)\.linear1\.", r"\1.feed_forward.expand."),
-    (r"^(encoder\.attend\.\d+)\.linear2\.", r"\1.feed_forward.contract."),
-    (r"^(encoder\.attend\.\d+)\.norm1\.", r"\1.self_attention_residual.norm."),
-    (r"^(encoder\.attend\.\d+)\.norm2\.", r"\1.feed_forward_residual.norm."),
-    (r"^encoder\.lateral_convs\.", "encoder.lateral."),
-    (r"^encoder\.downsample_convs\.(\d+)\.0\.cv1\.", r"encoder.downsample.\1.0."),
-    (r"^encoder\.downsample_convs\.(\d+)\.0\.cv2\.", r"encoder.downsample.\1.1."),
+    (r"\.bottlenecks\.(\d+)\.conv\.", r".blocks.\1.conv3.conv."),  # merged
+    (r"\.(cv[23]\.0)\.conv1\.", r".\1.joint."),
     (r"^encoder\.down_sample1\.1\.", "encoder.coarsen.conv."),
     (r"^encoder\.down_sample1\.2\.", "encoder.coarsen.norm."),
     (r"^encoder\.down_sample2\.1\.", "encoder.downsample.conv."),
     (r"^encoder\.down_sample2\.2\.", "encoder.downsample.norm."),
     (r"^encoder\.bi_fusion\.cv\.", "encoder.globalise."),
-    (r"^encoder\.fpn_blocks?\.", "encoder.top_down."),
-    (r"^encoder\.pan_blocks?\.", "encoder.bottom_up."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.cv1\.", r"\1.enter."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.cv2\.", r"\1.chains.0."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.cv3\.", r"\1.chains.1."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.cv4\.", r"\1.leave."),
-    # query selection and denoising
-    (r"^decoder\.input_proj\.(\d+)\.", r"memory_project.\1."),
-    (r"^decoder\.enc_output\.proj\.", "query_selection.proposals.project.0."),
-    (r"^decoder\.enc_output\.norm\.", "query_selection.proposals.project.1."),
-    (r"^decoder\.enc_score_head\.", "query_selection.proposals.score_head."),
-    (r"^decoder\.enc_bbox_head\.", "query_selection.proposals.box_head."),
-    (r"^decoder\.denoising_class_embed\.", "denoising.embedding."),
     # decoder
-    (r"^decoder\.dec_score_head\.", "decoder.score_heads."),
-    (r"^decoder\.dec_bbox_head\.", "decoder.box_heads."),
-    (r"^decoder\.decoder\.", "decoder."),
-    (r"^(decoder\.layers\.\d+)\.cross_attn\.", r"\1.cross_attention."),
-    (r"^(decoder\.layers\.\d+)\.norm1\.scale$", r"\1.self_attention_residual.norm.weight"),
-    (r"^(decoder\.layers\.\d+)\.norm2\.scale$", r"\1.cross_attention_residual.norm.weight"),
-    (r"^(decoder\.layers\.\d+)\.norm3\.scale$", r"\1.feed_forward_residual.norm.weight"),
-    (r"\.gateway\.norm\.scale$", ".gateway.norm.weight"),
+    (r"^(decoder\..+\.norm\d?)\.scale$", r"\1.weight"),
     (r"\.swish_ffn\.w12\.", ".feed_forward.expand."),
     (r"\.swish_ffn\.w3\.", ".feed_forward.contract."),
-    (r"\.self_attn\.in_proj_", ".self_attention.qkv."),
-    *_SHARED,
+    *dfine.OFFICIAL_RULES,
 ]
 
+_FUSION_BLOCK = r"^encoder\.(fpn|pan)_(blocks?(?:\.\d+)?)\."
 HUGGINGFACE_RULES: Rules = [
     (r"^model\.", ""),
-    *_DROPPED,
+    *rtdetr.DERIVED,
     (r"^conv_encoder\.model\.", "backbone."),
     *hgnetv2.HUGGINGFACE_RULES,
     # spatial adapter
@@ -118,43 +68,23 @@ HUGGINGFACE_RULES: Rules = [
     (r"^conv_encoder\.fusion_proj\.", "backbone.fuse."),
     # encoder
     (r"^(conv_encoder\.encoder_input_proj|encoder\.input_proj)\.", "encoder.project."),
-    (r"^encoder\.aifi\.0\.layers\.", "encoder.attend."),
-    (r"^(encoder\.attend\.\d+)\.mlp\.layers\.0\.", r"\1.feed_forward.expand."),
-    (r"^(encoder\.attend\.\d+)\.mlp\.layers\.1\.", r"\1.feed_forward.contract."),
-    (r"^encoder\.lateral_convs\.", "encoder.lateral."),
-    (r"^encoder\.downsample_convs\.(\d+)\.conv1\.", r"encoder.downsample.\1.0."),
-    (r"^encoder\.downsample_convs\.(\d+)\.conv2\.", r"encoder.downsample.\1.1."),
     (r"^encoder\.down_conv1\.", "encoder.coarsen."),
     (r"^encoder\.down_conv2\.", "encoder.downsample."),
     (r"^encoder\.bi_fusion_conv\.", "encoder.globalise."),
-    (r"^encoder\.fpn_blocks?\.", "encoder.top_down."),
-    (r"^encoder\.pan_blocks?\.", "encoder.bottom_up."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.conv1\.", r"\1.enter."),
-    (r"^(encoder\.(?:top_down|bottom_up)(?:\.\d+)?)\.conv2\.", r"\1.leave."),
+    (_FUSION_BLOCK + r"conv1\.", r"encoder.\1_\2.enter."),
+    (_FUSION_BLOCK + r"conv2\.", r"encoder.\1_\2.leave."),
     (r"\.csp_rep1\.conv2\.", ".chains.0.1."),
     (r"\.csp_rep2\.conv2\.", ".chains.1.1."),
+    (r"\.csp_rep1\.conv1\.", ".chains.0.0.joint."),
+    (r"\.csp_rep2\.conv1\.", ".chains.1.0.joint."),
     (r"\.csp_rep1\.", ".chains.0.0."),
     (r"\.csp_rep2\.", ".chains.1.0."),
-    # query selection and denoising
     (r"^decoder_input_proj\.", "memory_project."),
-    (r"^enc_output\.", "query_selection.proposals.project."),
-    (r"^enc_score_head\.", "query_selection.proposals.score_head."),
-    (r"^enc_bbox_head\.", "query_selection.proposals.box_head."),
-    (r"^denoising_class_embed\.", "denoising.embedding."),
     # decoder
-    (r"^(decoder\.)?class_embed\.", "decoder.score_heads."),
-    (r"^(decoder\.)?bbox_embed\.", "decoder.box_heads."),
-    (r"\.encoder_attn\.", ".cross_attention."),
-    (r"\.self_attn_layer_norm\.", ".self_attention_residual.norm."),
-    (r"\.encoder_attn_layer_norm\.", ".cross_attention_residual.norm."),
-    (r"\.final_layer_norm\.", ".feed_forward_residual.norm."),
     (r"^(decoder\.layers\.\d+)\.mlp\.gate_proj\.(\w+)$", r"\1.feed_forward.expand.\2[0]"),
     (r"^(decoder\.layers\.\d+)\.mlp\.up_proj\.(\w+)$", r"\1.feed_forward.expand.\2[1]"),
     (r"^(decoder\.layers\.\d+)\.mlp\.down_proj\.", r"\1.feed_forward.contract."),
-    (r"\.self_attn\.q_proj\.(weight|bias)$", r".self_attention.qkv.\1[0]"),
-    (r"\.self_attn\.k_proj\.(weight|bias)$", r".self_attention.qkv.\1[1]"),
-    (r"\.self_attn\.v_proj\.(weight|bias)$", r".self_attention.qkv.\1[2]"),
-    *_SHARED,
+    *dfine.HUGGINGFACE_HEAD,
 ]
 
 # A name that a layout has and no other does, its rules, and what comes before the names of its ViT.

@@ -13,7 +13,7 @@ from typing import Any
 
 from vitdet.errors import UserError
 from vitdet.weights import preprocessing as prepare
-from vitdet.weights.classes import with_gaps
+from vitdet.weights.classes import as_coco
 from vitdet.weights.files import read_json
 
 
@@ -155,7 +155,7 @@ def _describe_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any
     arguments = _HUGGINGFACE[kind](config)
     size = arguments.get("image_size", (640, 640))  # detectors take any size; their configurations name none
     labels = config.get("id2label")
-    names = None if not labels else with_gaps([str(labels[key]) for key in sorted(labels, key=int)])
+    names = None if not labels else as_coco([str(labels[key]) for key in sorted(labels, key=int)])
     prepared = prepare.from_huggingface(processor, kind, size)
     return Description(None, arguments, names, prepared, kind)
 

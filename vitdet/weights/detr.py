@@ -7,7 +7,7 @@ object", which is the last. Hugging Face's files do not carry the names that the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -68,14 +68,21 @@ _OFFICIAL = {"transformer.decoder.norm.weight", "query_embed.weight", "input_pro
 _HUGGINGFACE = {"model.query_position_embeddings.weight", "class_labels_classifier.weight"}
 
 
+def check_detects(state: Iterable[str]) -> None:
+    """Refuse the names of a DETR that segments."""
+    if any(name.startswith("detr.") for name in state):
+        raise UserError(
+            "the weights are of a DETR for panoptic segmentation; pass one that detects, such as detr-r50-e632da11.pth"
+        )
+
+
 def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a published DETR under our names.
 
     Raises:
         UserError: the names are of another layout, or of a DETR for segmentation.
     """
-    if any(name.startswith("detr.") for name in state):
-        raise UserError("the weights are of a DETR for panoptic segmentation; pass one that detects, such as detr-r50")
+    check_detects(state)
     if state.keys() >= _OFFICIAL:
         return convert_state_dict(state, OFFICIAL_RULES)
     if state.keys() >= _HUGGINGFACE:
@@ -89,83 +96,3 @@ def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def preprocessing() -> dict[str, Any]:
     """How DETR's own code evaluates: 800 pixels along the shorter side, at most 1333 along the longer."""
     return values((800, 800), IMAGENET, "bilinear", None, longest=1333)
-
-
-# The way back, to the names of Hugging Face's files with timm's ResNet, which is the one that can be dilated.
-TO_HUGGINGFACE_RULES: Rules = [
-    (r"\.num_batches_tracked$", None),
-    (r"^backbone\.stem\.0\.conv\.", "backbone.conv_encoder.model.conv1."),
-    (r"^backbone\.stem\.0\.norm\.", "backbone.conv_encoder.model.bn1."),
-    *((rf"^backbone\.stages\.{n}\.", f"backbone.conv_encoder.model.layer{n + 1}.") for n in range(4)),
-    *((rf"\.convs\.{n}\.conv\.", f".conv{n + 1}.") for n in range(3)),
-    *((rf"\.convs\.{n}\.norm\.", f".bn{n + 1}.") for n in range(3)),
-    (r"\.shortcut\.conv\.", ".downsample.0."),
-    (r"\.shortcut\.norm\.", ".downsample.1."),
-    (r"^project\.", "input_projection."),
-    (r"^query_pos$", "query_position_embeddings.weight"),
-    (r"^decoder\.norm\.", "decoder.layernorm."),
-    (r"\.self_attention_residual\.norm\.", ".self_attn_layer_norm."),
-    (r"\.cross_attention_residual\.norm\.", ".encoder_attn_layer_norm."),
-    (r"\.feed_forward_residual\.norm\.", ".final_layer_norm."),
-    (r"\.self_attention\.", ".self_attn."),
-    (r"\.cross_attention\.", ".encoder_attn."),
-    *((rf"_attn\.qkv\.(weight|bias)\[{n}\]$", rf"_attn.{letter}_proj.\1") for n, letter in enumerate("qkv")),
-    (r"_attn\.out\.", "_attn.out_proj."),
-    (r"\.feed_forward\.expand\.", ".fc1."),
-    (r"\.feed_forward\.contract\.", ".fc2."),
-    (r"^(?!score_head\.|box_head\.)", "model."),
-    (r"^score_head\.", "class_labels_classifier."),
-    (r"^box_head\.", "bbox_predictor."),
-]
-
-
-def to_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of our DETR under the names of Hugging Face's files; tensors are views of ours."""
-    parts: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name.endswith((".qkv.weight", ".qkv.bias")):
-            parts |= {f"{name}[{index}]": part for index, part in enumerate(tensor.chunk(3))}
-        else:
-            parts[name] = tensor
-    return convert_state_dict(parts, TO_HUGGINGFACE_RULES)
-
-
-def huggingface_config(name: str, arguments: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, Any]:
-    """The ``config.json`` of our DETR.
-
-    Args:
-        name: of the zoo. arguments: the model's, with their defaults. class_names: of its K classes.
-    """
-    return {
-        "architectures": ["DetrForObjectDetection"],
-        "model_type": "detr",
-        "use_timm_backbone": True,
-        "backbone": "resnet101" if name.startswith("detr_r101") else "resnet50",
-        "use_pretrained_backbone": False,
-        "dilation": name.endswith("_dc5"),
-        "d_model": arguments["width"],
-        **{f"{part}_attention_heads": arguments["heads"] for part in ("encoder", "decoder")},
-        **{f"{part}_ffn_dim": arguments["hidden"] for part in ("encoder", "decoder")},
-        **{f"{part}_layers": arguments[f"{part}_layers"] for part in ("encoder", "decoder")},
-        "num_queries": arguments["num_queries"],
-        "dropout": arguments["dropout"],
-        "attention_dropout": arguments["dropout"],
-        "activation_dropout": arguments["dropout"],
-        "id2label": {str(label): one for label, one in enumerate(class_names)},
-        "label2id": {one: label for label, one in enumerate(class_names)},
-    }
-
-
-def huggingface_processor(size: int, longest: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """The ``preprocessor_config.json`` of our DETR."""
-    return {
-        "image_processor_type": "DetrImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": size, "longest_edge": longest},
-        "resample": 2,
-        "do_rescale": True,
-        "do_normalize": True,
-        "image_mean": list(mean),
-        "image_std": list(std),
-        "do_pad": True,
-    }

@@ -153,9 +153,13 @@ def _open(address: str, part: Path, target: Path) -> tuple[HTTPResponse, int]:
 class _Redirects(HTTPRedirectHandler):
     """Follows only to addresses that would also be accepted at first."""
 
-    def redirect_request(self, *arguments: Any) -> Request | None:
-        _check_address(arguments[-1])
-        return super().redirect_request(*arguments)
+    def redirect_request(self, req: Request, fp: IO[bytes], *rest: Any) -> Request | None:
+        try:
+            _check_address(rest[-1])
+        except UserError:
+            fp.close()
+            raise
+        return super().redirect_request(req, fp, *rest)
 
 
 def _copy(response: HTTPResponse, file: IO[bytes], *, done: int, total: int) -> int:

@@ -11,11 +11,15 @@ _SHARED: Rules = [
     (r"^backbone\.stem\.stem3\.", "backbone.stem.merge."),
     (r"^backbone\.stem\.stem4\.", "backbone.stem.leave."),
     (r"^(backbone\.stages\..+)\.aggregation\.", r"\1.aggregate."),
+    (r"^(backbone\.stages\..+)\.aggregation_squeeze_conv\.", r"\1.aggregate.0."),  # RT-DETRv2's own names
+    (r"^(backbone\.stages\..+)\.aggregation_excitation_conv\.", r"\1.aggregate.1."),
+    (r"^(backbone\.stem\.(?:narrow|widen)\.conv)\.1\.", r"\1."),  # after a padding that is a layer there
     (r"^(backbone\.stages\..+\.layers\.\d+)\.conv1\.", r"\1.0."),  # light layers
     (r"^(backbone\.stages\..+\.layers\.\d+)\.conv2\.", r"\1.1."),
     (r"^(backbone\.st.+)\.lab\.", r"\1.affine."),
 ]
-# D-FINE, DEIM, DEIMv2 and RT-DETRv2; the backbone's own files (PPHGNetV2_B0_stage1.pth, …) lack the ``backbone.``.
+# D-FINE, DEIM, DEIMv2 and RT-DETRv2, which calls some parts otherwise; the backbone's own files
+# (PPHGNetV2_B0_stage1.pth, …) lack the ``backbone.``.
 OFFICIAL_RULES: Rules = [
     (r"^(stem\.stem|stages\.\d+\.(?:blocks|downsample)\.)", r"backbone.\1"),
     (r"^(backbone\.st.+)\.bn\.", r"\1.norm."),

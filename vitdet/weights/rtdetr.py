@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vitdet.errors import UserError
+from vitdet.weights import hgnetv2
 from vitdet.weights.rules import Rules, convert_state_dict
 
 # What both layouts spell alike.
@@ -23,8 +24,8 @@ DERIVED: Rules = [
 FUSION: Rules = [
     (r"^encoder\.lateral_convs\.", "encoder.lateral."),
     (r"^encoder\.downsample_convs\.", "encoder.downsample."),
-    (r"^encoder\.fpn_blocks\.", "encoder.top_down."),
-    (r"^encoder\.pan_blocks\.", "encoder.bottom_up."),
+    (r"^encoder\.fpn_blocks?\.", "encoder.top_down."),
+    (r"^encoder\.pan_blocks?\.", "encoder.bottom_up."),
     (r"\.bottlenecks\.(\d+)\.conv1\.", r".blocks.\1.conv3."),  # theirs counts, ours names the kernel
     (r"\.bottlenecks\.(\d+)\.conv2\.", r".blocks.\1.conv1."),
     (r"^(encoder\.(?:top_down|bottom_up)\.\d+)\.conv1\.", r"\1.enter."),
@@ -73,6 +74,7 @@ HUGGINGFACE_RULES: Rules = [
     (r"^backbone\.model\.embedder\.embedder\.", "backbone.stem."),
     (r"^backbone\.model\.encoder\.stages\.(\d+)\.layers\.(\d+)\.layer\.", r"backbone.stages.\1.\2.convs."),
     (r"^backbone\.model\.encoder\.stages\.(\d+)\.layers\.", r"backbone.stages.\1."),
+    *hgnetv2.HUGGINGFACE_RULES,
     (r"\.convolution\.", ".conv."),
     (r"\.normalization\.", ".norm."),
     *HUGGINGFACE_HEAD,
@@ -119,6 +121,7 @@ OFFICIAL_RULES: Rules = [
     (r"^(backbone\.stages\.\d+\.\d+)\.branch2c\.", r"\1.convs.2."),
     (r"^(backbone\.stages\.\d+\.\d+)\.short\.conv\.(conv|norm)\.", r"\1.shortcut.1.\2."),  # after an average pool
     (r"^(backbone\.stages\.\d+\.\d+)\.short\.", r"\1.shortcut."),
+    *hgnetv2.OFFICIAL_RULES,
     *OFFICIAL_HEAD,
 ]
 

@@ -85,10 +85,10 @@ def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return tuple(state[name].shape)
 
 
-# Blocks of a ResNet's stages, and convolutions in each block -> the detector on it.
+# Blocks of a ResNet's or HGNetV2's stages, and convolutions or layers in each block -> the detector on it.
 _RTDETR: dict[tuple[tuple[int, ...], int], str] = {
     ((2, 2, 2, 2), 2): "rtdetr_r18", ((3, 4, 6, 3), 2): "rtdetr_r34", ((3, 4, 6, 3), 3): "rtdetr_r50",
-    ((3, 4, 23, 3), 3): "rtdetr_r101",
+    ((3, 4, 23, 3), 3): "rtdetr_r101", ((1, 1, 3, 1), 6): "rtdetr_hgnetv2_l", ((1, 2, 5, 2), 6): "rtdetr_hgnetv2_x",
 }  # fmt: skip
 
 
@@ -122,8 +122,9 @@ def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: its backbone is none of the published ones.
     """
-    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(\d+)\.") for i in range(4))
-    name = _RTDETR.get((depths, _count(state, r"backbone\.stages\.0\.0\.convs\.(\d+)\.")))
+    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(?:blocks\.)?(\d+)\.") for i in range(4))
+    parts = _count(state, r"backbone\.stages\.0\.(?:0\.convs|blocks\.0\.layers)\.(\d+)\.")
+    name = _RTDETR.get((depths, parts))
     if name is None:
         known = ", ".join(_RTDETR.values())
         raise UserError(f"there is no RT-DETR on a backbone of {list(depths)} blocks here; known: {known}")

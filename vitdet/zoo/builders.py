@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from vitdet.backbones.timm import timm_classifier
 from vitdet.classifiers import CLASSIFIERS
 from vitdet.detectors import deimv2, detr, dfine, rtdetr
 from vitdet.errors import UserError, did_you_mean
+from vitdet.zoo.backbones import TIMM, make_backbone, strides_under
 
 DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "detr_r50": detr.detr_r50,
@@ -27,11 +28,16 @@ DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "rtdetr_r50_m": rtdetr.rtdetr_r50_m,
     "rtdetr_r50": rtdetr.rtdetr_r50,
     "rtdetr_r101": rtdetr.rtdetr_r101,
+    "rtdetr_hgnetv2_l": rtdetr.rtdetr_hgnetv2_l,
+    "rtdetr_hgnetv2_x": rtdetr.rtdetr_hgnetv2_x,
+    "rtdetr_vit_s": rtdetr.rtdetr_vit_s,
     "rtdetrv2_r18": rtdetr.rtdetrv2_r18,
     "rtdetrv2_r34": rtdetr.rtdetrv2_r34,
     "rtdetrv2_r50_m": rtdetr.rtdetrv2_r50_m,
     "rtdetrv2_r50": rtdetr.rtdetrv2_r50,
     "rtdetrv2_r101": rtdetr.rtdetrv2_r101,
+    "rtdetrv2_hgnetv2_l": rtdetr.rtdetrv2_hgnetv2_l,
+    "rtdetrv2_hgnetv2_x": rtdetr.rtdetrv2_hgnetv2_x,
     "dfine_n": dfine.dfine_n,
     "dfine_s": dfine.dfine_s,
     "dfine_m": dfine.dfine_m,
@@ -47,7 +53,6 @@ DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "deimv2_x": deimv2.deimv2_x,
 }
 MODELS: dict[str, Callable[..., nn.Module]] = {**DETECTORS, **CLASSIFIERS}
-TIMM = "timm/"  # before the name of any model of timm
 
 # A file's header may ask for any number, and nobody has a machine for more than these.
 _MOST_LAYERS = 256
@@ -73,7 +78,8 @@ def create_model(name: str, *, num_classes: int | None = None, **overrides: Any)
         name: see :func:`list_models`; or ``timm/NAME``.
         num_classes: K; where not given, 80 for a detector and 1000 for a classifier. A classifier of 0 classes gives
             its features.
-        overrides: arguments of the model other than the variant's; timm's own for ``timm/NAME``.
+        overrides: arguments of the model other than the variant's; timm's own for ``timm/NAME``. A ``backbone`` is
+            given by name, see :func:`make_backbone`.
 
     Raises:
         UserError: for an unknown name or argument, or a value the model refuses.
@@ -94,7 +100,10 @@ def create_model(name: str, *, num_classes: int | None = None, **overrides: Any)
     try:
         if name in CLASSIFIERS:
             _check_size(builder, num_classes, overrides)
-        return builder(num_classes, **overrides).to(memory_format=torch.channels_last)
+        arguments = dict(overrides)
+        if arguments.get("backbone") is not None:
+            arguments["backbone"] = make_backbone(arguments["backbone"], strides=strides_under(name))
+        return builder(num_classes, **arguments).to(memory_format=torch.channels_last)
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise UserError(f"model {name!r} cannot be built with {overrides}: {error}") from error
 
@@ -108,13 +117,20 @@ def builder_arguments(builder: Callable[..., Any]) -> dict[str, Any]:
     own = {p.name: p.default for p in inspect.signature(builder).parameters.values() if p.kind == p.KEYWORD_ONLY}
     arguments = {**own, **given}
     if builder in DETECTORS.values():
-        families = {dfine.__name__: dfine.dfine, deimv2.__name__: deimv2.deimv2}
-        family = families.get(builder.__module__)
-        shared = {**builder_arguments(rtdetr.RTDETR), **(builder_arguments(family) if family else {})}
-        shared.pop("decoder")  # which a family chooses
-        return {**shared, **arguments}
+        return {**_family_arguments(builder.__module__), **arguments}
     backbone = arguments.pop("backbone", None)
     return arguments if backbone is None else {**builder_arguments(backbone), **arguments}
+
+
+def _family_arguments(module: str) -> dict[str, Any]:
+    """The arguments that all detectors of a module take."""
+    if module == detr.__name__:
+        return builder_arguments(detr.DETR)
+    families = {dfine.__name__: dfine.dfine, deimv2.__name__: deimv2.deimv2}
+    family = families.get(module)
+    shared = {**builder_arguments(rtdetr.RTDETR), **(builder_arguments(family) if family else {})}
+    shared.pop("decoder")  # which a family chooses
+    return shared
 
 
 def _check_size(builder: Callable[..., Any], num_classes: int, overrides: dict[str, Any]) -> None:

@@ -8,21 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
-from vitdet.weights import deimv2, dfine, rtdetr
-from vitdet.weights.classes import coco_names
+from vitdet.errors import UserError
+from vitdet.weights import deimv2, detr, dfine, rtdetr
+from vitdet.weights.classes import coco_names, coco_names_by_id
 from vitdet.weights.describe import Description
 from vitdet.weights.preprocessing import UNIT, values
-from vitdet.weights.shown import dfine_arguments, rtdetr_arguments
+from vitdet.weights.shown import detr_arguments, dfine_arguments, rtdetr_arguments
 
 State = dict[str, Tensor]
 
 # From a publisher's names to ours; each refuses what is another family's.
 CONVERTERS: dict[str, Callable[[Mapping[str, Tensor]], State]] = {
+    "detr": detr.convert,
     "deimv2": deimv2.convert,
     "dfine": dfine.convert,
     "rtdetr": rtdetr.convert,
 }
 _SHOWN: dict[str, Callable[[Mapping[str, Tensor]], tuple[str, dict[str, Any]]]] = {
+    "detr": detr_arguments,
     "deimv2": deimv2.arguments,
     "dfine": dfine_arguments,
     "rtdetr": rtdetr_arguments,
@@ -47,16 +50,36 @@ def describe_detector(
     if said.kind == "rt_detr_v2":  # the same weights as version 1's by names and shapes
         found = found.replace("rtdetr_", "rtdetrv2_")
     arguments = {**said.arguments, **shown}
-    if not any(key.startswith("denoising.") for key in state):
+    if family == "detr":
+        found = _with_dilation(found, name, arguments.pop("dilated", None))
+    elif not any(key.startswith("denoising.") for key in state):
         arguments["denoising_queries"] = 0
     if "_dsp_" in file.name:  # "discrete sampling" in the authors' file names; the weights do not show it
         arguments["sampling"] = "discrete"
-    names = said.class_names
-    if names is None and shown["num_classes"] == len(coco_names()):
-        names = coco_names()
+    names, usual = said.class_names, coco_names_by_id() if family == "detr" else coco_names()
+    if names is None and shown["num_classes"] == len(usual):
+        names = usual
     return name or found, arguments, names, said.preprocessing or _prepared(family, found)
 
 
+def _with_dilation(found: str, name: str | None, dilated: bool | None) -> str:
+    """The name of a DETR by whether its backbone's last stage is dilated, which the weights do not show.
+
+    Args:
+        found: what they show. name: as the caller or the file's name has it. dilated: by what lies beside.
+    """
+    if dilated is None and name is None:
+        raise UserError(
+            f"the weights do not say whether the backbone's last stage is dilated; pass model={found} or {found}_dc5"
+        )
+    told = f"{found}_dc5" if dilated else found
+    if dilated is not None and name not in (None, told):
+        raise UserError(f"its description says that it is {told!r}, not {name!r}; leave out the name")
+    return told
+
+
 def _prepared(family: str, name: str) -> dict[str, Any]:
-    """How the family's own code prepares images, where nothing else says it: stretched to a square, in [0, 1]."""
+    """How the family's own code prepares images, where nothing else says it: mostly a square, in [0, 1]."""
+    if family == "detr":
+        return detr.preprocessing()
     return deimv2.preprocessing(name) if family == "deimv2" else values((640, 640), UNIT, "bilinear", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vitdet.errors import UserError, did_you_mean
+from vitdet.weights.hub import locate
 from vitdet.zoo.builders import MODELS, check_name, create_model, list_models
 
 
@@ -31,7 +32,6 @@ class PublishedWeights:
         licence: of the weights; ``(code)`` behind it: the publisher says so of the code and nothing of the weights.
         source: where these facts stand.
         sha256: first digits of the checksum; None where none is published.
-        arguments: of the model, other than its own, that the weights do not show.
     """
 
     address: str
@@ -41,7 +41,6 @@ class PublishedWeights:
     licence: str
     source: str
     sha256: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DETR = "https://dl.fbaipublicfiles.com/detr/"
@@ -65,7 +64,6 @@ _rtdetrv2 = partial(
     licence="Apache-2.0 (code)",
     source="arXiv 2407.17140, table 1; https://github.com/lyuwenyu/RT-DETR (rtdetrv2_pytorch)",
 )
-_discrete = partial(_rtdetrv2, arguments={"sampling": "discrete"})
 _dfine = partial(
     PublishedWeights,
     licence="Apache-2.0 (code)",
@@ -101,7 +99,7 @@ PUBLISHED: dict[str, PublishedWeights] = {
     "rtdetr_r101:objects365_coco": _rtdetr(
         address=f"{_RTDETR}v0.1/rtdetr_r101vd_2x_coco_objects365_from_paddle.pth", ap=56.2, gflops=259
     ),
-    # The first version's own files are Paddle's (AP 53.0 and 54.8); these, converted, have the second one's layout.
+    # The first version's own files are Paddle's (AP 53.0 and 54.8); the second's are of the same arithmetic.
     "rtdetr_hgnetv2_l:coco": _rtdetr(
         address=f"{_RTDETR}v0.1/rtdetrv2_hgnetv2_l_6x_coco_from_paddle.pth", ap=52.9, gflops=110
     ),
@@ -111,24 +109,30 @@ PUBLISHED: dict[str, PublishedWeights] = {
     "rtdetrv2_r18:coco": _rtdetrv2(
         address=f"{_RTDETR}v0.2/rtdetrv2_r18vd_120e_coco_rerun_48.1.pth", ap=48.1, gflops=60
     ),
-    "rtdetrv2_r18:coco_discrete": _discrete(
+    "rtdetrv2_r18:coco_discrete": _rtdetrv2(
         address=f"{_RTDETR}v0.1/rtdetrv2_r18vd_dsp_3x_coco.pth", ap=47.4, gflops=60
     ),
     "rtdetrv2_r34:coco": _rtdetrv2(address=f"{_RTDETR}v0.1/rtdetrv2_r34vd_120e_coco_ema.pth", ap=49.9, gflops=92),
     # The second r is the publisher's.
-    "rtdetrv2_r34:coco_discrete": _discrete(
+    "rtdetrv2_r34:coco_discrete": _rtdetrv2(
         address=f"{_RTDETR}v0.1/rrtdetrv2_r34vd_dsp_1x_coco.pth", ap=49.2, gflops=92
     ),
     "rtdetrv2_r50_m:coco": _rtdetrv2(address=f"{_RTDETR}v0.1/rtdetrv2_r50vd_m_7x_coco_ema.pth", ap=51.9, gflops=100),
-    "rtdetrv2_r50_m:coco_discrete": _discrete(
+    "rtdetrv2_r50_m:coco_discrete": _rtdetrv2(
         address=f"{_RTDETR}v0.1/rtdetrv2_r50vd_m_dsp_3x_coco.pth", ap=51.4, gflops=100
     ),
     "rtdetrv2_r50:coco": _rtdetrv2(address=f"{_RTDETR}v0.1/rtdetrv2_r50vd_6x_coco_ema.pth", ap=53.4, gflops=136),
-    "rtdetrv2_r50:coco_discrete": _discrete(
+    "rtdetrv2_r50:coco_discrete": _rtdetrv2(
         address=f"{_RTDETR}v0.1/rtdetrv2_r50vd_dsp_1x_coco.pth", ap=52.9, gflops=136
     ),
     "rtdetrv2_r101:coco": _rtdetrv2(
         address=f"{_RTDETR}v0.1/rtdetrv2_r101vd_6x_coco_from_paddle.pth", ap=54.3, gflops=259
+    ),
+    "rtdetrv2_hgnetv2_l:coco": _rtdetrv2(
+        address=f"{_RTDETR}v0.1/rtdetrv2_hgnetv2_l_6x_coco_from_paddle.pth", ap=52.9, gflops=110
+    ),
+    "rtdetrv2_hgnetv2_x:coco": _rtdetrv2(
+        address=f"{_RTDETR}v0.1/rtdetrv2_hgnetv2_x_6x_coco_from_paddle.pth", ap=54.7, gflops=234
     ),
     "dfine_n:coco": _dfine(address=f"{_DFINE}dfine_n_coco.pth", ap=42.8, gflops=7),
     "dfine_s:coco": _dfine(address=f"{_DFINE}dfine_s_coco.pth", ap=48.5, gflops=25),
@@ -183,6 +187,24 @@ def find_published(source: str | Path) -> tuple[str, PublishedWeights] | None:
     if match["tag"] not in known:
         raise UserError(f"there are no weights {match['tag']!r} of {model!r}; known: {', '.join(known)}")
     return model, known[match["tag"]]
+
+
+def locate_source(source: str | Path, *, model: str | None = None) -> tuple[Path, str | None]:
+    """The local file or folder of a source, and the name of its model where the caller or ``model:tag`` has it.
+
+    Args:
+        source: see :func:`find_published` and :func:`~vitdet.weights.hub.locate`. model: as the caller names it.
+
+    Raises:
+        UserError: see these two, or the caller's is another model than the weights'.
+    """
+    found = find_published(source)
+    if found is None:
+        return locate(source), model
+    name, weights = found
+    if model not in (None, name):
+        raise UserError(f"{source} holds a {name!r}, not a {model!r}; name the same model, or none")
+    return locate(weights.address, sha256=weights.sha256), name
 
 
 def describe_models(pattern: str = "*") -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from vitdet.engine.checkpoint import read_metadata, read_weights
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
 from vitdet.weights import swin, vit
+from vitdet.weights.classes import category_ids
 from vitdet.weights.describe import (
     Description,
     UnknownModelError,
@@ -25,12 +26,14 @@ from vitdet.weights.describe import (
     imagenet_class_names,
     name_of_file,
 )
+from vitdet.weights.detr import check_detects
 from vitdet.weights.files import read_state
-from vitdet.weights.hub import locate, weights_file
+from vitdet.weights.hub import weights_file
 from vitdet.weights.preprocessing import sides
 from vitdet.weights.shown import classifier_arguments
 from vitdet.zoo import detectors
 from vitdet.zoo.builders import CLASSIFIERS, DETECTORS, MODELS, TIMM, builder_arguments, check_name
+from vitdet.zoo.published import locate_source
 
 _State = dict[str, Tensor]
 
@@ -56,7 +59,7 @@ def read_source(source: str | Path, *, model: str | None = None) -> tuple[ModelM
     """A source's metadata, and its weights under our names; arguments and errors as for ``load_model``."""
     if model is not None:
         check_name(model)
-    path = locate(source)
+    path, model = locate_source(source, model=model)
     if path.suffix == ".safetensors" and path.is_file() and read_metadata(path) is not None:
         metadata, state = read_weights(path)
         if model not in (None, metadata.name):
@@ -158,6 +161,7 @@ def _converted(name: str | None, theirs: _State) -> tuple[str, _State]:
     """The kind of model that weights are of, and the weights under our names."""
     if name is not None:
         return kind_of(name), _CONVERTERS[kind_of(name)](theirs)
+    check_detects(theirs)
     for kind in _CONVERTERS:
         with suppress(UserError):  # which says that it is another kind's
             return kind, _CONVERTERS[kind](theirs)
@@ -252,5 +256,5 @@ def _metadata(
     names = class_names if class_names is not None else [f"class_{index}" for index in range(count)]
     if len(names) != count:
         raise UserError(f"it names {len(names)} classes and its weights know {count}; fetch both again")
-    class_map = ClassMap(tuple(range(count)), tuple(names))
+    class_map = ClassMap(category_ids(names), tuple(names))
     return ModelMetadata(name, arguments, class_map, Preprocessing.from_dict(prepared))
