@@ -198,12 +198,23 @@ def test_starting_from_weights_of_the_same_classes(
     assert "start anew" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("categories", [{3: "cat", 7: "dog"}, {3: "blue", 7: "red"}, {3: "red"}])
+KEPT = "the heads keep the rows of"
+
+
+@pytest.mark.parametrize(
+    ("categories", "labels", "told"),
+    [
+        ({3: "cat", 7: "dog"}, {}, "{count} tensors start anew"),
+        ({3: "blue", 7: "red"}, {0: 1, 1: 0}, f"{KEPT} blue, red (2 of 2 classes)"),
+        ({3: "red"}, {0: 0}, f"{KEPT} red (1 of 1 classes)"),
+        ({3: "cat", 7: "Red"}, {1: 0}, f"{KEPT} Red (1 of 2 classes); new: cat"),
+    ],
+)
 def test_starting_from_weights_of_other_classes(
     tmp_path: Path, start: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str],
-    categories: dict[int, str],
+    categories: dict[int, str], labels: dict[int, int], told: str,
 ) -> None:  # fmt: skip
-    """Of the same number or another; all but the heads comes from the file, the heads are as without it."""
+    """Of the same number or another; all but the heads comes from the file, of them the rows of classes known there."""
     path, state = start
     root = write_set(tmp_path / "set", categories=categories)
     fresh = build(root, tmp_path / "run", seed=7).model.state_dict()
@@ -211,9 +222,13 @@ def test_starting_from_weights_of_other_classes(
     started = build(root, tmp_path / "run", seed=7, model={"weights": str(path)}).model.state_dict()
     heads = {name for name in started if "score_head" in name} | {"denoising.embedding.weight"}
     assert len(heads) >= 5  # weight and bias of the encoder's and the one layer's, and the embedding
-    assert differing(started, state) == heads
-    assert not heads & differing(started, fresh)
-    sentence = f"note: {path} knows other classes (red, blue): {len(heads)} tensors start anew"
+    assert not differing(started, state) - heads
+    for name in heads:
+        for label in range(len(categories)):
+            expected = state[name][labels[label]] if label in labels else fresh[name][label]
+            assert torch.equal(started[name][label], expected), (name, label)
+    assert torch.equal(started["denoising.embedding.weight"][-1], state["denoising.embedding.weight"][-1])
+    sentence = f"note: {path} knows other classes (red, blue): {told.format(count=len(heads))}"
     assert capsys.readouterr().err.splitlines().count(sentence) == 1
 
 

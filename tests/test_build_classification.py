@@ -391,17 +391,31 @@ def test_mean_and_deviation_are_the_weights_own(image_set: Path, tmp_path: Path,
     assert (found.mean, found.std) == ((0.0, 0.0, 0.0), (0.7, 0.8, 0.9))
 
 
-@pytest.mark.parametrize("classes", [("cat", "dog", "owl"), ("red", "blue", "stripes", "more")])
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        (("cat", "dog", "owl"), "2 tensors start anew"),
+        (
+            ("red", "blue", "stripes", "more"),
+            "the heads keep the rows of blue, red, stripes (3 of 4 classes); new: more",
+        ),
+    ],
+)
 def test_other_classes_get_a_new_head(
-    tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str], classes: tuple[str, ...]
+    tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str], classes: tuple[str, ...], told: str
 ) -> None:
+    """But for the rows of classes that the weights know by name; labels are in the order of the names."""
     root = write_images(tmp_path / "set", classes=classes, per_split={"train": 1, "val": 1})
     fresh = build(root, tmp_path / "run").bare_model.state_dict()
     capsys.readouterr()
     started = build(root, tmp_path / "run", model={"weights": str(weights)}).bare_model.state_dict()
-    assert differing(started, load_model(weights).state_dict()) == HEAD
-    assert not HEAD & differing(started, fresh)
-    sentence = f"note: {weights} knows other classes (blue, red, stripes): 2 tensors start anew"
+    theirs, known = load_model(weights).state_dict(), ["blue", "red", "stripes"]
+    assert differing(started, theirs) == HEAD
+    for key in HEAD:
+        for label, name in enumerate(sorted(classes)):
+            expected = theirs[key][known.index(name)] if name in known else fresh[key][label]
+            assert torch.equal(started[key][label], expected)
+    sentence = f"note: {weights} knows other classes (blue, red, stripes): {told}"
     assert capsys.readouterr().err.splitlines().count(sentence) == 1
 
 

@@ -170,6 +170,22 @@ def info(source: Annotated[str, typer.Argument(help=SOURCE)], model: ModelName =
     write_json(describe_source(source, model=model).to_dict(), "-")
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help=SOURCE)],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="a file of ours, NAME.safetensors; or a folder")],
+    model: ModelName = None,
+    overwrite: Annotated[bool, typer.Option(help="replace what is there")] = False,
+) -> None:
+    """Write weights as a file of ours, or as a folder: a detector for transformers, a classifier for timm."""
+    from vitdet import __version__
+    from vitdet.zoo.convert import convert_source
+
+    for note in convert_source(source, destination, model=model, overwrite=overwrite, version=__version__):
+        print(note, file=sys.stderr)
+    print(destination)
+
+
 @data_app.command("make")
 def make(
     kind: Annotated[str, typer.Argument(help="digits: scenes of real handwritten digits")],

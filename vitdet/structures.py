@@ -121,7 +121,7 @@ class Preprocessing:
             "std": list(self.std),
             "interpolation": self.interpolation,
             "crop": self.crop,
-            "longest": self.longest,
+            **({} if self.longest is None else {"longest": self.longest}),
         }
 
     @classmethod

@@ -32,8 +32,17 @@ def make_targets(random_boxes: Boxes, *counts: int, classes: int = 3) -> Targets
         (rtdetr.rtdetr_r50_m, 36),
         (rtdetr.rtdetr_r50, 42),
         (rtdetr.rtdetr_r101, 76),
+        (rtdetr.rtdetr_hgnetv2_l, 32),
+        (rtdetr.rtdetr_hgnetv2_x, 67),
+        (rtdetr.rtdetrv2_r18, 20),
+        (rtdetr.rtdetrv2_r34, 31),
+        (rtdetr.rtdetrv2_r50_m, 36),
+        (rtdetr.rtdetrv2_r50, 42),
+        (rtdetr.rtdetrv2_r101, 76),
+        (rtdetr.rtdetrv2_hgnetv2_l, 32),
+        (rtdetr.rtdetrv2_hgnetv2_x, 67),
     ],
-    ids=["r18", "r34", "r50_m", "r50", "r101"],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_published_numbers_of_parameters(build: Build, millions: int) -> None:
     """In whole millions, rounded down, as the paper's table and its repository have them."""
@@ -243,7 +252,7 @@ def test_published_layers(build: Build, trained: int, evaluated: int) -> None:
     assert ran == list(range(trained))
 
 
-@pytest.mark.parametrize("build", [rtdetr.rtdetr_r50_m, rtdetr.rtdetr_r50, rtdetr.rtdetr_r101])
+@pytest.mark.parametrize("build", [rtdetr.rtdetr_r50_m, rtdetr.rtdetr_r50, rtdetr.rtdetr_r101, rtdetr.rtdetr_hgnetv2_l])
 def test_backbones_are_frozen_where_asked(build: Build) -> None:
     with torch.device("meta"):
         models = [build(80), build(80, frozen_norm=True)]

@@ -44,7 +44,10 @@ class ToyCriterion(nn.Module):
 
     def __init__(self, broken: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.broken, self.step = broken, 0
+        self.broken, self.step, self.epochs = broken, 0, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
 
     def forward(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         del targets
@@ -137,7 +140,7 @@ def test_a_run_writes_its_files(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "run")
     assert [(row["epoch"], row["step"], row["skipped"]) for row in rows] == [(1, 3, 0), (2, 6, 0), (3, 9, 0)]
     assert [row["metrics"] for row in rows] == [{"AP": score, "AP50": 0.5} for score in (0.1, 0.3, 0.2)]
-    assert trainer.sampler.epochs == [0, 1, 2]
+    assert trainer.sampler.epochs == trainer.criterion.epochs == [0, 1, 2]
 
 
 def test_losses_are_epoch_means_summed_by_term(tmp_path: Path) -> None:
@@ -347,7 +350,7 @@ def test_resuming_is_bit_equal(tmp_path: Path) -> None:
     second.resume(tmp_path / "parts" / "last.pt")
     assert (second.epoch, second.step, second.best) == (2, 2 * STEPS, 0.4)
     metrics = second.fit()
-    assert second.sampler.epochs == [2, 3]
+    assert second.sampler.epochs == second.criterion.epochs == [2, 3]
     assert equal(weights(second.model), weights(whole.model))
     assert equal(weights(second.ema.model), weights(whole.ema.model))
     for index, state in whole.optimizer.state_dict()["state"].items():

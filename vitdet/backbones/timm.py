@@ -19,7 +19,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-_MOST_PARAMETERS = 2 * 10**9  # of a backbone under a detector: a file's header may name any of timm's models
+_MOST_PARAMETERS = 10**9  # of a backbone under a detector: a file's header may name any of timm's models
 
 
 def create_timm(name: str, *, device: str = "cpu", **arguments: Any) -> Any:

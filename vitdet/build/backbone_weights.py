@@ -34,7 +34,7 @@ _HEADS = (
     "conv_head.*", "bn2.*",
 )  # fmt: skip
 _COUNTERS = "*.num_batches_tracked"  # few files have them, and frozen norms neither
-_STAGES = 4  # of every published HGNetV2
+_STAGES = 4  # of every published ResNet and HGNetV2; a detector may have no use for the last
 
 
 def load_backbone(model: nn.Module, source: str | Path) -> LoadReport:
@@ -98,11 +98,12 @@ def backbone_state(trunk: nn.Module, source: str | Path) -> _State:
 
 
 def _narrow(trunk: nn.Module) -> tuple[list[str], list[str]]:
-    """Patterns of the names in the last stage of a narrow HGNetV2, and in those that only the others have."""
-    count = len(trunk.stages) if isinstance(trunk, HGNetV2) else _STAGES
-    if count == _STAGES:
+    """Patterns of the names in the last stage of a narrow HGNetV2, and in those behind the trunk's last."""
+    if not isinstance(trunk, ResNet | HGNetV2):
         return [], []
-    return [f"stages.{count - 1}.*"], [f"stages.{index}.*" for index in range(count, _STAGES)]
+    count = len(trunk.stages)
+    later = [f"stages.{index}.*" for index in range(count, _STAGES)]
+    return [f"stages.{count - 1}.*"] if later and isinstance(trunk, HGNetV2) else [], later
 
 
 def _of_resnet(theirs: Mapping[str, Tensor]) -> _State:

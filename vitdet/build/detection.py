@@ -43,7 +43,7 @@ def read_split(root: str | Path, split: str) -> DetectionSet:
 
 
 def build_criterion(loss: LossSection, *, epochs: int, no_object: bool = False) -> Criterion:
-    """The criterion of a run of so many epochs, with its matcher; ``no_object``: whether the model has a logit for it."""
+    """The criterion of a run, with its matcher; ``no_object``: whether the model has a logit for that."""
     classification = loss.classification or ("ce" if no_object else "vfl")
     softmax = classification == "ce"
     class_cost = loss.match_class if loss.match_class is not None else 1.0 if softmax else 2.0
@@ -168,6 +168,11 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     own = {key: value for key in ("mean", "std") if (value := getattr(config.data, key))}
     preprocessing = Preprocessing(size=config.data.size, longest=config.data.longest, **own)
     model = build_model(config, train_data.class_map, preprocessing)
+    if config.data.longest is not None and not getattr(model, "takes_sizes", False):
+        raise UserError(
+            f"data.longest is {config.data.longest} but {config.model.name} cannot tell an image from its padding; "
+            "leave it out"
+        )
     loader, sampler = build_train_loader(config, train_data, device)
     val_loader = build_eval_loader(
         val_data, preprocessing, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache

@@ -121,7 +121,9 @@ def deimv2_s(num_classes: int, *, backbone: nn.Module | None = None, **overrides
 
 def deimv2_m(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:
     """DEIMv2-M: 18.1 M parameters, 52.2 GFLOPs, COCO AP 53.0 (the same)."""
-    numbers: dict[str, Any] = {"encoder_hidden": 512, "encoder_expansion": 0.67, "decoder_hidden": 256, "decoder_layers": 4}
+    numbers: dict[str, Any] = {
+        "encoder_hidden": 512, "encoder_expansion": 0.67, "decoder_hidden": 256, "decoder_layers": 4,
+    }  # fmt: skip
     backbone = backbone or SpatialAdapter(distilled_vit(256, 4), width=256)
     return deimv2(backbone, num_classes, **(numbers | overrides))
 

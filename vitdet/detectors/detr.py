@@ -35,6 +35,7 @@ class DETR(nn.Module):
     """
 
     stride = 1  # images of any size will do
+    takes_sizes = True  # of images in a padded batch
 
     def __init__(
         self, backbone: nn.Module, *, num_classes: int, width: int = 256, heads: int = 8, hidden: int = 2048,

@@ -51,7 +51,8 @@ class Trainer:
             and tells their sizes; gives what the criterion takes.
         prepare: called as ``prepare(images, targets)`` on normalised images, gives both as the model shall see them
             (mixup, a teacher's labels); None for nothing.
-        criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``.
+        criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``. It is told of each epoch
+            where it has ``set_epoch``.
         optimizer: fused. rate: optimizer step -> multiplier of every group's learning rate.
         loader: batches with ``images`` (uint8) and ``targets``. sampler: the loader's.
         ema: average to evaluate and keep, or None.
@@ -125,6 +126,8 @@ class Trainer:
     def train_epoch(self) -> dict[str, float]:
         """One pass over the loader; returns the mean losses of finite steps, summed over predictions by term."""
         self.sampler.set_epoch(self.epoch)
+        if callable(set_epoch := getattr(self.criterion, "set_epoch", None)):  # what it asks may change in the run
+            set_epoch(self.epoch)
         self.model.train()
         for part in self.frozen:
             part.eval()

@@ -1,4 +1,4 @@
-"""Classifiers of ours in timm's layout: a folder of ``config.json`` and ``model.safetensors`` for ``timm.create_model``.
+"""Classifiers of ours in timm's layout: the ``config.json`` and ``model.safetensors`` that ``timm.create_model`` reads.
 
 The way back is in :mod:`vitdet.weights.vit` and :mod:`vitdet.weights.swin`.
 """
@@ -57,7 +57,8 @@ SWIN_RULES: Rules = [
 
 # Our arguments under timm's names, and those that only matter in training. timm's names of models say the rest.
 _ARGUMENTS = {"image_size": "img_size", "heads": "num_heads", "window": "window_size", "pooling": "global_pool"}
-_TRAINING = {"drop_path", "dropout", "token_dropout", "patch_dropout", "layer_scale", "num_classes"}
+TRAINING = {"drop_path", "dropout", "token_dropout", "patch_dropout", "layer_scale", "num_classes"}
+_OF_ARCHITECTURE = ("fixed_input_size", "pool_size", "first_conv", "classifier")
 _POOLINGS = {"token": "token", "average": "avg"}
 
 
@@ -76,7 +77,9 @@ def model_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             theirs[_ARGUMENTS[key]] = _POOLINGS[value] if key == "pooling" else plain
         elif key == "norm_pooled":
             theirs["fc_norm"] = bool(value)
-        elif key not in _TRAINING and not (key == "representation" and value is None):
+        elif key == "final_norm":  # shown by the weights
+            continue
+        elif key not in TRAINING and not (key == "representation" and value is None):
             raise UserError(f"{name} with {key}={value!r} is not in timm's layout; keep the .safetensors of ours")
     # timm moves the norm behind an average, where it is not told otherwise; ours stays before it.
     if theirs.get("global_pool") == "avg" and not name.startswith("swin"):
@@ -128,14 +131,16 @@ def _biases(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[st
 
 def config_of(
     name: str, arguments: Mapping[str, Any], *, num_classes: int, features: int, class_names: Sequence[str],
-    prepared: Mapping[str, Any],
+    prepared: Mapping[str, Any], pretrained: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The ``config.json``.
 
     Args:
         name: of timm's architecture. arguments: timm's. num_classes: K. features: that the head sees.
         class_names: of the K classes. prepared: the plain values of a ``Preprocessing``.
+        pretrained: timm's own ``pretrained_cfg`` of that architecture, for what is not the weights'.
     """
+    kept = {key: pretrained[key] for key in _OF_ARCHITECTURE if pretrained.get(key) is not None}
     stretched = prepared["crop"] is None
     return {
         "architecture": name,
@@ -144,6 +149,7 @@ def config_of(
         **({"label_names": list(class_names)} if class_names else {}),
         **({"model_args": dict(arguments)} if arguments else {}),
         "pretrained_cfg": {
+            **kept,
             "custom_load": False,
             "input_size": [3, *prepared["size"]],
             "interpolation": prepared["interpolation"],

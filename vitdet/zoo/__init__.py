@@ -109,10 +109,16 @@ def _check(metadata: ModelMetadata, net: nn.Module, source: str | Path) -> None:
     if named != classes:
         raise UserError(f"{source} names {named} classes but its model has {classes}; fetch or write the file again")
     stride: int = net.stride  # type: ignore[assignment]
-    if any(side > _MOST_PIXELS for side in metadata.preprocessing.size):
+    longest = metadata.preprocessing.longest
+    if longest is not None and not getattr(net, "takes_sizes", False):
         raise UserError(
-            f"{source} asks for images of {list(metadata.preprocessing.size)} pixels, and a side has at most "
-            f"{_MOST_PIXELS}; fetch or write the file again"
+            f"{source} asks for images that keep their proportions, and {metadata.name!r} cannot tell them from their "
+            "padding; fetch or write the file again"
+        )
+    if max(*metadata.preprocessing.size, longest or 0) > _MOST_PIXELS:
+        raise UserError(
+            f"{source} asks for images of {longest or list(metadata.preprocessing.size)} pixels, and a side has at "
+            f"most {_MOST_PIXELS}; fetch or write the file again"
         )
     if any(side < 1 or side % stride for side in metadata.preprocessing.size):
         raise UserError(

@@ -67,10 +67,7 @@ def config_of(state: Mapping[str, Tensor], numbers: Mapping[str, Any], family: s
     Args:
         state: the detector's weights under our names. numbers: of the detector. family: the ``model_type``.
     """
-    if numbers["backbone"] == "resnet":
-        config = resnet_vd_config(state, family)
-    else:
-        config = hgnetv2_config(state)
+    config = resnet_vd_config(state, family) if numbers["backbone"] == "resnet" else hgnetv2_config(state)
     return {**config, "out_features": [f"stage{index + 1}" for index in numbers["out_stages"]]}
 
 
@@ -101,18 +98,17 @@ def hgnetv2_config(state: Mapping[str, Tensor]) -> dict[str, Any]:
     stages = range(count(state, r"backbone\.stages\.(\d+)\."))
     firsts = [f"backbone.stages.{index}.blocks.0." for index in stages]
     light = [first + "layers.0.0.conv.weight" in state for first in firsts]
-    # The layer's own kernel is the second convolution's where it is light.
-    layers = [
-        state[first + ("layers.0.1.conv.weight" if is_light else "layers.0.conv.weight")]
-        for first, is_light in zip(firsts, light, strict=True)
+    # Of a light layer's two convolutions the first sees the input, the second has the kernel.
+    first_convs = [
+        f"{first}layers.0.{'0.' if lit else ''}conv.weight" for first, lit in zip(firsts, light, strict=True)
     ]
-    entered = [state[first + ("layers.0.0" if is_light else "layers.0") + ".conv.weight"].shape[1]
-               for first, is_light in zip(firsts, light, strict=True)]  # fmt: skip
+    last_convs = [f"{first}layers.0.{'1.' if lit else ''}conv.weight" for first, lit in zip(firsts, light, strict=True)]
+    layers = [state[name] for name in last_convs]
     outputs = [state[first + "aggregate.1.conv.weight"].shape[0] for first in firsts]
     return {
         "model_type": "hgnet_v2",
-        "stem_channels": [3, len(state["backbone.stem.enter.conv.weight"]), len(state["backbone.stem.leave.conv.weight"])],
-        "stage_in_channels": entered,
+        "stem_channels": [3, *(len(state[f"backbone.stem.{part}.conv.weight"]) for part in ("enter", "leave"))],
+        "stage_in_channels": [state[name].shape[1] for name in first_convs],
         "stage_mid_channels": [layer.shape[0] for layer in layers],
         "stage_out_channels": outputs,
         "stage_num_blocks": [count(state, rf"backbone\.stages\.{index}\.blocks\.(\d+)\.") for index in stages],

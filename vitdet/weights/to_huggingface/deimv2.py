@@ -1,4 +1,4 @@
-"""DEIMv2 in transformers' layout, as far as its port goes: it computes three things otherwise than the authors' code."""
+"""DEIMv2 in transformers' layout, as far as its port goes, which computes three things otherwise than the authors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ RULES: Rules = [
     (r"^box_head\.", "bbox_predictor."),
 ]
 # Blocks in each stage of a ResNet -> timm's name.
-_RESNETS = {(3, 4, 6, 3): "resnet50", (3, 4, 23, 3): "resnet101"}
+_RESNETS: dict[tuple[int, ...], str] = {(3, 4, 6, 3): "resnet50", (3, 4, 23, 3): "resnet101"}
 
 
 def layout(name: str, state: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> tuple[dict[str, Any], State]:

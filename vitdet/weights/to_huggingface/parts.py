@@ -1,4 +1,4 @@
-"""What the layouts of all detectors share: how joined tensors are taken apart, and the plain parts of the JSON files."""
+"""What the layouts of all detectors share: names, how joined tensors are taken apart, plain parts of the JSON files."""
 
 from __future__ import annotations
 
