@@ -19,7 +19,7 @@ from vitdet.backbones.pyramid import Pyramid
 from vitdet.backbones.resnet import ResNet, resnet18_vd, resnet50, resnet50_vd
 from vitdet.backbones.timm import TimmBackbone
 from vitdet.backbones.vit import ViT
-from vitdet.build import build_trainer
+from vitdet.build import build_trainer, without_start
 from vitdet.build.backbone_weights import load_backbone, trunk_of
 from vitdet.config import check_config
 from vitdet.engine.checkpoint import save_weights
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
         assert str(error.value).startswith(f"model.backbone_weights {file} cannot be used: ")
         assert "\n" not in str(error.value)
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    with pytest.raises(UserError, match="has no backbone; use model.weights"):
+    with pytest.raises(UserError, match=r"has no backbone; use model\.weights"):
         load_backbone(nn.Linear(2, 2), plain)
 
 
@@ -204,8 +204,11 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
     state = vd_state(unlike(create_model("rtdetr_r18", num_classes=2).backbone))
     file = written(state, tmp_path / "vd.pth")
     values["model"] |= {"name": "rtdetr_r18", "backbone_weights": str(file)}
-    model = build_trainer(check_config(values)).bare_model
-    assert torch.equal(model.backbone.stem[0].conv.weight, state["conv1.conv1_1.conv.weight"])
+    config = check_config(values)
+    trainer = build_trainer(config)
+    assert torch.equal(trainer.bare_model.backbone.stem[0].conv.weight, state["conv1.conv1_1.conv.weight"])
+    again = without_start(config, trainer.metadata.to_dict())  # a run is resumed without the file
+    assert (again.model.backbone_weights, again.data.mean) == (None, (0.0, 0.0, 0.0))
     values["model"]["weights"] = str(file)
     with pytest.raises(ValueError, match="weights and backbone_weights"):
         check_config(values)

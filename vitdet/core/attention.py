@@ -120,7 +120,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform for each of the three projections on its own, zero bias (torch's module: all as one matrix)."""
+        """Xavier-uniform for each of the three projections on its own, zero bias (torch's has all as one matrix)."""
         for weight in self.qkv.weight.split(self._sizes):
             nn.init.xavier_uniform_(weight)
         nn.init.xavier_uniform_(self.out.weight)

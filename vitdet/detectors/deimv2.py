@@ -18,7 +18,8 @@ from vitdet.backbones.spatial_adapter import SpatialAdapter
 from vitdet.backbones.vit import ViT
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.dfine import DistributionDecoder, make_layer
-from vitdet.detectors.rtdetr import RTDETR, choose_backbone
+from vitdet.detectors.heads import choose_backbone
+from vitdet.detectors.rtdetr import RTDETR
 
 
 def make_positions(width: int, *, activation: str) -> MLP:

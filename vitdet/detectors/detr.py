@@ -9,6 +9,7 @@ strip at the right and at the bottom; each auxiliary prediction is a named outpu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from vitdet.core.feedforward import MLP
 from vitdet.core.masks import padding_mask, valid_cells
 from vitdet.core.positions import sinusoidal_shares
 from vitdet.core.stacks import DecoderStack, EncoderStack
-from vitdet.detectors.heads import at_least
+from vitdet.detectors.heads import at_least, choose_backbone
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
 
 
@@ -124,12 +125,17 @@ class DETR(nn.Module):
         return self.encoder(tokens, query_pos=pos, mask=mask), pos, mask
 
 
-def detr_r50(num_classes: int, *, frozen_norm: bool = True, **overrides) -> DETR:
+def detr_r50(
+    num_classes: int, *, backbone: nn.Module | None = None, frozen_norm: bool | None = None, **overrides
+) -> DETR:
     """DETR: 41 M parameters, 86 GFLOPs, COCO AP 42.0 (arXiv 2005.12872, table 1).
 
-    ``frozen_norm``: fixed batch norms in the backbone, as published; False for one that was not trained before.
+    ``backbone``: another one than the published. ``frozen_norm``: fixed batch norms in the published one, as they are
+    where nothing is said; False for one that was not trained before.
     """
-    return DETR(resnet50(out_stages=(3,), frozen_norm=frozen_norm), num_classes=num_classes, **overrides)
+    frozen = backbone is None if frozen_norm is None else frozen_norm
+    backbone = choose_backbone(backbone, partial(resnet50, out_stages=(3,)), frozen_norm=frozen)
+    return DETR(backbone, num_classes=num_classes, **overrides)
 
 
 def detr_r50_dc5(num_classes: int, *, frozen_norm: bool = True, **overrides) -> DETR:
@@ -139,7 +145,7 @@ def detr_r50_dc5(num_classes: int, *, frozen_norm: bool = True, **overrides) -> 
 
 
 def detr_r101(num_classes: int, *, frozen_norm: bool = True, **overrides) -> DETR:
-    """DETR-R101: 60 M parameters, 152 GFLOPs, COCO AP 43.5 (the same table); see :func:`detr_r50`."""
+    """DETR-R101: 60 M parameters, 152 GFLOPs, COCO AP 43.5 (the same table); ``frozen_norm``: see :func:`detr_r50`."""
     return DETR(resnet101(out_stages=(3,), frozen_norm=frozen_norm), num_classes=num_classes, **overrides)
 
 

@@ -23,8 +23,8 @@ from vitdet.boxes import xyxy_to_cxcywh
 from vitdet.core.blocks import DecoderBlock, GatedResidual
 from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
-from vitdet.detectors.heads import inverse_sigmoid, make_box_head, make_score_head
-from vitdet.detectors.rtdetr import RTDETR, choose_backbone
+from vitdet.detectors.heads import choose_backbone, inverse_sigmoid, make_box_head, make_score_head
+from vitdet.detectors.rtdetr import RTDETR
 from vitdet.structures import EdgeDistributions, SupervisedOutput
 
 
@@ -194,11 +194,23 @@ def teach(outputs: dict[str, SupervisedOutput]) -> None:
 
 
 def dfine(
-    backbone: nn.Module, num_classes: int, *, bins: int = 32, reg_scale: float = 4.0, up: float = 0.5, **numbers
-) -> RTDETR:
-    """A D-FINE on any backbone; ``numbers`` are of :class:`RTDETR`, the others of :class:`DistributionDecoder`."""
-    defaults: dict[str, Any] = {"points": (3, 6, 3), "fusion": "elan", "always_project": False}
-    decoder = partial(DistributionDecoder, bins=bins, reg_scale=reg_scale, up=up)
+    backbone: nn.Module, num_classes: int, *, bins: int = 32, reg_scale: float = 4.0, up: float = 0.5,
+    activation: str = "relu", **numbers,
+) -> RTDETR:  # fmt: skip
+    """A D-FINE on any backbone.
+
+    Args:
+        bins, reg_scale, up: of :class:`DistributionDecoder`.
+        activation: of the decoder's layers and of all heads; DEIM's files of D-FINE have ``"silu"``.
+        numbers: of :class:`RTDETR`.
+    """
+    defaults: dict[str, Any] = {
+        "points": (3, 6, 3), "fusion": "elan", "always_project": False, "head_activation": activation,
+    }  # fmt: skip
+    decoder = partial(
+        DistributionDecoder, bins=bins, reg_scale=reg_scale, up=up, activation=activation,
+        make_layer=partial(make_layer, activation=activation),
+    )  # fmt: skip
     return RTDETR(backbone, num_classes=num_classes, decoder=decoder, **(defaults | numbers))
 
 

@@ -1,8 +1,9 @@
-"""Small pieces that detectors share: the logit arithmetic of boxes, the start of the heads, checks of numbers."""
+"""Small pieces that detectors share: the logit arithmetic of boxes, the start of the heads, checks of arguments."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -37,3 +38,17 @@ def make_box_head(width: int, *, outputs: int = 4, activation: str = "relu") -> 
     for parameter in head.layers[-1].parameters():
         nn.init.zeros_(parameter)
     return head
+
+
+def choose_backbone(given: nn.Module | None, published: Callable[..., nn.Module], **options: bool) -> nn.Module:
+    """The given backbone, or else the published one with these options.
+
+    Raises:
+        ValueError: both a backbone and an option, which is the published one's only.
+    """
+    if given is None:
+        return published(**options)
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name} is an argument of the published backbone, not of the one given; leave one out")
+    return given

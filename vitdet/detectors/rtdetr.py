@@ -23,7 +23,7 @@ from vitdet.core.blocks import DecoderBlock
 from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.denoising import Denoising, DenoisingQueries
-from vitdet.detectors.heads import at_least, inverse_sigmoid, make_box_head, make_score_head
+from vitdet.detectors.heads import at_least, choose_backbone, inverse_sigmoid, make_box_head, make_score_head
 from vitdet.detectors.hybrid_encoder import make_encoder
 from vitdet.detectors.query_selection import QuerySelection, SelectedQueries, TokenProposals
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
@@ -212,20 +212,6 @@ class RTDETR(nn.Module):
                 )  # fmt: skip
         supervised["encoder"] = SupervisedOutput(selected.logits, selected.box_logits.sigmoid())
         return DetectorOutput(final.logits, final.boxes, supervised)
-
-
-def choose_backbone(given: nn.Module | None, published: Callable[..., nn.Module], **options: bool) -> nn.Module:
-    """The given backbone, or else the published one with these options.
-
-    Raises:
-        ValueError: both a backbone and an option, which is the published one's only.
-    """
-    if given is None:
-        return published(**options)
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name} is an argument of the published backbone, not of the one given; leave one out")
-    return given
 
 
 def rtdetr_r18(num_classes: int, *, backbone: nn.Module | None = None, **overrides) -> RTDETR:

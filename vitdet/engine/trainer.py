@@ -51,8 +51,8 @@ class Trainer:
             and tells their sizes; gives what the criterion takes.
         prepare: called as ``prepare(images, targets)`` on normalised images, gives both as the model shall see them
             (mixup, a teacher's labels); None for nothing.
-        criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``. It is told of each epoch
-            where it has ``set_epoch``.
+        criterion: called as ``criterion(output, targets)``; the sum of its losses is ``total``. It is told of each
+            epoch where it has ``set_epoch``.
         optimizer: fused. rate: optimizer step -> multiplier of every group's learning rate.
         loader: batches with ``images`` (uint8) and ``targets``. sampler: the loader's.
         ema: average to evaluate and keep, or None.

@@ -81,8 +81,8 @@ def model_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         elif key not in TRAINING and not (key == "representation" and value is None):
             raise UserError(f"{name} with {key}={value!r} is not in timm's layout; keep the .safetensors of ours")
-    # timm moves the norm behind an average, where it is not told otherwise; ours stays before it.
-    if theirs.get("global_pool") == "avg" and not name.startswith("swin"):
+    # timm's ViTs move the norm behind an average, where they are not told otherwise; ours stays before it.
+    if theirs.get("global_pool") == "avg" and not name.startswith("swin") and "dinov3" not in name:
         theirs.setdefault("fc_norm", False)
     return theirs
 

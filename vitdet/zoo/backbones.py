@@ -34,7 +34,8 @@ CONVOLUTIONAL: dict[str, Callable[[], Any]] = {
     "hgnetv2_b6": hgnetv2.hgnetv2_b6,
 }
 _STRIDES = {
-    "dfine_n": (16, 32), "deimv2_n": (16, 32), "deimv2_atto": (16,), "deimv2_femto": (16,), "deimv2_pico": (16,),
+    "detr_r50": (32,), "dfine_n": (16, 32), "deimv2_n": (16, 32), "deimv2_atto": (16,), "deimv2_femto": (16,),
+    "deimv2_pico": (16,),
 }  # fmt: skip
 
 

@@ -188,12 +188,13 @@ def _of_timm(metadata: ModelMetadata, state: State, tensors: State | None, argum
     arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
     theirs = _create(name, count, arguments)
     if tensors is None:
-        arguments |= _explicit(metadata, theirs)
+        arguments = _explicit(metadata, theirs) | arguments
+        theirs = _create(name, count, arguments)
         tensors = to_timm.tensors_of(state, theirs.state_dict())
         if any(key.endswith("attn.qkv.bias") for key in tensors.keys() - theirs.state_dict().keys()):
             arguments["qkv_bias"] = True  # published without, as DINOv3, and learnt since
-        theirs = _create(name, count, arguments)
-        tensors = to_timm.tensors_of(state, theirs.state_dict())
+            theirs = _create(name, count, arguments)
+            tensors = to_timm.tensors_of(state, theirs.state_dict())
     _check_fit(name, theirs.state_dict(), tensors)
     config = to_timm.config_of(
         name.partition(".")[0], arguments, num_classes=count, features=theirs.num_features,
