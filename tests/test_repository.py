@@ -17,7 +17,8 @@ LEAVES = {"boxes", "structures", "distributed", "errors"}
 # Top-level part -> parts it may import. A dotted entry allows that one module only. "*" is everything below the top.
 MAY_IMPORT: dict[str, set[str]] = {
     "boxes": {"errors"},
-    "structures": {"boxes", "drawing", "errors"},
+    "structures": {"errors"},
+    "results": {"boxes", "drawing", "structures"},
     "distributed": {"errors"},
     "errors": set(),
     "devices": {"errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "illustrations": {"core", "errors"},
     "export": {"core", "backbones"} | LEAVES,
     "zoo": {"core", "backbones", "detectors", "classifiers", "weights", "engine.checkpoint"} | LEAVES,
-    "inference": {"data", "export", "zoo", "detectors.postprocess", "devices", "drawing"} | LEAVES,
+    "inference": {"data", "export", "zoo", "detectors.postprocess", "devices", "drawing", "results"} | LEAVES,
     "config": {"errors"},
     "build": {"*"},
     "benchmark": {"*"},

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitdet.inference.predictor import Predictor
-    from vitdet.structures import Detections
+    from vitdet.results import Detections
     from vitdet.zoo import create_model, list_models, load_model
 
 __version__ = "0.1.0"
 __all__ = ["Detections", "Predictor", "__version__", "create_model", "list_models", "load_model"]
 
 _HOMES = {
-    "Detections": "vitdet.structures",
+    "Detections": "vitdet.results",
     "Predictor": "vitdet.inference.predictor",
     "create_model": "vitdet.zoo",
     "list_models": "vitdet.zoo",

@@ -144,7 +144,7 @@ def predict(
 
 def describe(result: Any) -> str:
     """One image's result in a few words."""
-    from vitdet.structures import Classification
+    from vitdet.results import Classification
 
     return f"{result.name} {result.score:.2f}" if isinstance(result, Classification) else f"{len(result)} objects"
 

@@ -15,7 +15,8 @@ from vitdet.data.images import decode_image
 from vitdet.data.transforms import to_input
 from vitdet.errors import UserError
 from vitdet.inference.predictor import Predictor
-from vitdet.structures import Classification, ClassMap, Preprocessing
+from vitdet.results import Classification
+from vitdet.structures import ClassMap, Preprocessing
 
 NAMES = ("red", "green", "blue", "none", "never", "at all", "no")
 

@@ -13,7 +13,8 @@ from PIL import Image
 from vitdet.errors import UserError
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.inference.outputs import SHEET, PredictionWriter, format_table
-from vitdet.structures import Classification, ClassMap, Detections
+from vitdet.results import Classification, Detections
+from vitdet.structures import ClassMap
 
 CLASS_MAP = ClassMap(ids=(3, 90), names=("cat", "dog"))
 

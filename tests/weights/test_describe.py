@@ -219,6 +219,13 @@ def test_arguments_of_timm(tmp_path: Path) -> None:
         assert describe_folder(tmp_path, KNOWN).arguments == expected
 
 
+def test_timms_pooling_beside_its_arguments(tmp_path: Path) -> None:
+    """Where it writes it on its Hub; DINOv3's is the average there, and the class token in our architecture."""
+    for given, expected in [({"global_pool": "avg"}, {"pooling": "average"}), ({"global_pool": ""}, {}), ({}, {})]:
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224", **given}))
+        assert describe_folder(tmp_path, KNOWN).arguments == {**expected, "num_classes": 1000}
+
+
 def test_a_folder_without_description(tmp_path: Path) -> None:
     assert describe_folder(tmp_path, KNOWN) == Description()
 

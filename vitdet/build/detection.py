@@ -26,7 +26,8 @@ from vitdet.errors import UserError, some
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.losses.criterion import Criterion
 from vitdet.losses.matcher import HungarianMatcher
-from vitdet.structures import ClassMap, Preprocessing, Targets, coco_rows
+from vitdet.results import coco_rows
+from vitdet.structures import ClassMap, Preprocessing, Targets
 from vitdet.weights.classes import NO_CLASS
 
 

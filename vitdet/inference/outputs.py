@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from vitdet.errors import UserError
-from vitdet.structures import Classification, ClassMap, Detections
+from vitdet.results import Classification, Detections
+from vitdet.structures import ClassMap
 
 SHEET = "sheet.jpg"  # where the pictures of a run may be shown side by side
 

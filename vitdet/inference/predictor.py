@@ -21,7 +21,8 @@ from vitdet.devices import pick_device
 from vitdet.errors import UserError
 from vitdet.inference import attention as attention_maps
 from vitdet.inference.sources import iterate_images
-from vitdet.structures import Classification, Detections, DetectorOutput
+from vitdet.results import Classification, Detections
+from vitdet.structures import DetectorOutput
 
 
 class _Sample(NamedTuple):

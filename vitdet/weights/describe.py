@@ -88,6 +88,8 @@ def _describe_timm(config: Mapping[str, Any], known: Container[str]) -> Descript
     pretrained = config.get("pretrained_cfg") or {}
     name = str(config["architecture"]).partition(".")[0]
     given = dict(config.get("model_args") or {})
+    if name in known and config.get("global_pool") in _TIMM_POOLINGS:  # also where it is the architecture's own
+        given.setdefault("global_pool", config["global_pool"])
     arguments = _timm_arguments(name, given) if name in known else given
     arguments["num_classes"] = int(config.get("num_classes", pretrained.get("num_classes", 1000)))
     class_names = _timm_class_names(config, pretrained, arguments["num_classes"])

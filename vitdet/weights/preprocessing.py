@@ -75,7 +75,8 @@ def from_huggingface(processor: Mapping[str, Any] | None, kind: str, image_size:
     norm = (list(said.get("image_mean", IMAGENET[0])), list(said.get("image_std", IMAGENET[1])))
     if not said.get("do_normalize", True):
         norm = UNIT
-    if kind == "detr":
+    stretched = isinstance(said.get("size"), Mapping) and "height" in said["size"]
+    if kind == "detr" and not stretched:
         shorter, longest = _edges(said)
         return values((shorter, shorter), norm, _INTERPOLATIONS[number], None, longest)
     size, share = _geometry(said, image_size)
