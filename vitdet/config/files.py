@@ -34,7 +34,7 @@ def find_config(path: str | Path) -> Path:
     path = Path(path)
     if path.is_file():
         return path
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     folders = [package / "configs", package.parent / "configs"]
     for folder in folders if path.parent in (Path(), Path("configs")) else []:
         for name in (path.name, f"{path.name}.yaml"):
