@@ -241,12 +241,14 @@ def test_a_run_may_freeze_what_another_has_trained(
     path, state = start
     trainer, free = build(tiny_set, tmp_path), build(tiny_set, tmp_path).model
     freeze_batch_norms(trainer.model.backbone)
-    start_from(trainer.model, path, "rtdetr_nano", ClassMap((1, 2), names))
+    start_from(trainer.model, path, "rtdetr_nano", ClassMap((1, 2), names), trainer.metadata.arguments)
     norms = [name for name in trainer.model.state_dict() if name.endswith("norm.running_mean")]
     assert norms
     assert all(torch.equal(trainer.model.state_dict()[name], state[name]) for name in norms)
     save_weights(tmp_path / "frozen.safetensors", trainer.model, trainer.metadata)
-    start_from(free, tmp_path / "frozen.safetensors", "rtdetr_nano", ClassMap((1, 2), names))
+    start_from(
+        free, tmp_path / "frozen.safetensors", "rtdetr_nano", ClassMap((1, 2), names), trainer.metadata.arguments
+    )
     assert all(torch.equal(free.state_dict()[name], state[name]) for name in norms)
     told = re.findall(r"(\d+) tensors start anew", capsys.readouterr().err)
     heads = {name for name in state if "score_head" in name} | {"denoising.embedding.weight"}

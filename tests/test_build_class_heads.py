@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_every_family_keeps_the_rows(name: str, tmp_path: Path, capsys: pytest.C
     save(tmp_path / "a.safetensors", name, source, THEIRS, **SMALL[name])
     model = create_model(name, num_classes=3, **SMALL[name])
     fresh = {key: value.clone() for key, value in model.state_dict().items()}
-    start_from(model, str(tmp_path / "a.safetensors"), name, ClassMap((1, 2, 3), tuple(OURS)))
+    start_from(model, str(tmp_path / "a.safetensors"), name, ClassMap((1, 2, 3), tuple(OURS)), SMALL[name])
     started, theirs = model.state_dict(), source.state_dict()
     heads, _ = split_heads(started, class_heads(model))
     assert len(heads) >= 2
@@ -131,7 +132,7 @@ def test_detrs_no_object_is_kept_where_no_class_is(tmp_path: Path) -> None:
     source, model = (create_model("detr_r50", num_classes=k, **options) for k in (91, 2))
     save(tmp_path / "a.safetensors", "detr_r50", source, coco_names_by_id(), **options)
     before = model.score_head.weight.clone()
-    start_from(model, str(tmp_path / "a.safetensors"), "detr_r50", ClassMap((1, 2), ("nut", "bolt")))
+    start_from(model, str(tmp_path / "a.safetensors"), "detr_r50", ClassMap((1, 2), ("nut", "bolt")), options)
     assert torch.equal(model.score_head.weight[2], source.score_head.weight[91])
     assert torch.equal(model.score_head.weight[:2], before[:2])
 
@@ -143,7 +144,7 @@ def test_rows_that_read_another_layer_are_not_kept(tmp_path: Path) -> None:
     model = create_model(name, num_classes=2, **options)
     save(tmp_path / "a.safetensors", name, source, ["a", "b"], representation=192, **options)
     before = model.head.weight.clone()
-    start_from(model, str(tmp_path / "a.safetensors"), name, ClassMap((1, 2), ("b", "a")))
+    start_from(model, str(tmp_path / "a.safetensors"), name, ClassMap((1, 2), ("b", "a")), options)
     assert torch.equal(model.head.weight, before)
     assert torch.equal(model.backbone.class_token, source.backbone.class_token)
 
@@ -154,8 +155,42 @@ def test_everything_else_must_fit(tmp_path: Path) -> None:
     model = create_model("rtdetr_nano", num_classes=3)
     before = model.decoder.score_heads[0].weight.clone()
     with pytest.raises(UserError, match=r"^the weights do not fit RTDETR: 9 of another shape: decoder\.layers\.0\."):
-        start_from(model, str(tmp_path / "a.safetensors"), "rtdetr_nano", ClassMap((1, 2, 3), ("a", "b", "c")))
+        start_from(model, str(tmp_path / "a.safetensors"), "rtdetr_nano", ClassMap((1, 2, 3), ("a", "b", "c")), {})
     assert torch.equal(model.decoder.score_heads[0].weight, before)
+
+
+@pytest.mark.parametrize(("written", "run"), [({"activation": "silu"}, {}), ({}, {"activation": "silu"})])
+def test_arithmetic_that_no_shape_shows_must_be_the_same(
+    written: dict[str, str], run: dict[str, str], tmp_path: Path
+) -> None:
+    """Else the weights would be another model's without a word."""
+    options = SMALL["dfine_n"]
+    source = create_model("dfine_n", num_classes=2, **options, **written)
+    save(tmp_path / "a.safetensors", "dfine_n", source, ["a", "b"], **options, **written)
+    model = create_model("dfine_n", num_classes=2, **options, **run)
+    theirs, ours = written.get("activation", "relu"), run.get("activation", "relu")
+    told = f"is of a model with activation={theirs}, and the run has {ours}; set model.overrides.activation={theirs}"
+    with pytest.raises(UserError, match=re.escape(told)):
+        start_from(model, str(tmp_path / "a.safetensors"), "dfine_n", ClassMap((1, 2), ("a", "b")), options | run)
+
+
+def test_merged_weights_are_not_trained(shared_data: Path) -> None:
+    """Their norms would take the statistics of the first batch for all that the model knows."""
+    source = str(shared_data / "weights" / "deimv2" / "deimv2_atto_coco_fused.safetensors")
+    with pytest.raises(UserError, match="was merged for inference: its batch norms have nothing left to train with"):
+        start_from(create_model("deimv2_atto", num_classes=1), source, "deimv2_atto", ClassMap((1,), ("person",)), {})
+
+
+def test_denoising_labels_may_be_missing(tmp_path: Path) -> None:
+    """Files for inference leave them out; and a run may do without."""
+    options = SMALL["dfine_n"]
+    for theirs, ours in [(0, 20), (20, 0)]:
+        source = create_model("dfine_n", num_classes=2, **options, denoising_queries=theirs)
+        save(tmp_path / "a.safetensors", "dfine_n", source, ["a", "b"], **options, denoising_queries=theirs)
+        model = create_model("dfine_n", num_classes=2, **options, denoising_queries=ours)
+        start_from(model, str(tmp_path / "a.safetensors"), "dfine_n", ClassMap((1, 2), ("a", "b")), options)
+        state = source.state_dict()
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items() if not k.startswith("denoising."))
 
 
 def test_a_run_keeps_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,8 @@ def test_ids_that_nothing_has_are_no_classes() -> None:
     data = GAPS_FREE
     assert labels_in_data(GAPS, data).tolist() == [-1, 0, -1, 1]
     assert labels_in_data(data, data).tolist() == [0, 1]
+    own = ClassMap((0, 1, 2), ("cat", NO_CLASS, "dog"))  # a class of the data that happens to be called so
+    assert labels_in_data(own, own).tolist() == [0, 1, 2]
     check_class_map(ModelMetadata("detr_r50", {}, GAPS, Preprocessing((48, 48))), data.names, "here")
     with pytest.raises(UserError, match=r"knows the classes red, blue but here has blue, red"):
         check_class_map(ModelMetadata("detr_r50", {}, GAPS, Preprocessing((48, 48))), ["blue", "red"], "here")

@@ -34,6 +34,17 @@ def test_preprocessing_normalizes_each_channel() -> None:
     assert scaled.flatten().tolist() == pytest.approx([-1.0, 0.5, 0.25])
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [{"mean": ("a", 0, 0)}, {"std": (1.0, 0.0, 1.0)}, {"mean": (0.0, 0.0)}, {"std": (1.0, float("nan"), 1.0)}],
+    ids=str,
+)
+def test_mean_and_std_are_checked(norm: dict) -> None:
+    """They may come from a file's header, and would spoil the first image without a word."""
+    with pytest.raises(ValueError, match="mean and std"):
+        Preprocessing((8, 8), **norm)
+
+
 def test_preprocessing_survives_json() -> None:
     preprocessing = Preprocessing(size=(480, 640), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     assert Preprocessing.from_dict(json.loads(json.dumps(preprocessing.to_dict()))) == preprocessing

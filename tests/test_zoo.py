@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ def test_sizes_are_the_published_ones(name: str, millions: int) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in create_model(name, num_classes=80).parameters())
     assert abs(count / 1e6 - millions) < 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"head_activation": "tanh"}, "unknown activation 'tanh'"),
+        ({"num_queries": "a"}, "num_queries must be a whole number, got 'a'"),
+        ({"num_queries": 1.5}, "num_queries must be a whole number, got 1.5"),
+        ({"num_queries": True}, "num_queries must be a whole number, got True"),
+        ({"points": [1, "a", 2]}, "points must be a whole number, got 'a'"),
+        ({"reach": "x"}, "reach must be a number, got 'x'"),
+        ({"reach": -1}, "reach must be at least 0, got -1"),
+        ({"decoder_layers": 65}, "decoder_layers is 65, and at most 64 are built"),
+    ],
+)
+def test_arguments_that_make_no_model(overrides: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"model 'rtdetr_nano' cannot be built with {overrides}: {told}")):
+        create_model("rtdetr_nano", **overrides)
 
 
 def test_the_small_model_is_small() -> None:
@@ -209,6 +228,14 @@ def test_another_models_weights_are_refused(weights: Path) -> None:
     ("changes", "expected"),
     [
         ({"name": "rtdetr_r81"}, "there is no model 'rtdetr_r81'"),
+        (
+            {"preprocessing": {**METADATA.preprocessing.to_dict(), "crop": 0.5}},
+            "asks for the middle of images, and a detector sees all of them",
+        ),
+        (
+            {"name": "timm/vit_tiny_patch16_224", "arguments": {"num_classes": 2, "embed_dim": 3072}},
+            "does not hold the weights of 'timm/vit_tiny_patch16_224' that it names: ",
+        ),
         ({"arguments": {"num_classes": 3, **SMALL}}, "does not hold the weights of 'rtdetr_nano' that it names"),
         ({"arguments": {"num_classes": 2, "zzz": 1}}, "has no argument 'zzz'"),
         ({"arguments": dict(SMALL)}, "num_classes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,11 @@ class Preprocessing:
     longest: int | None = None
 
     def __post_init__(self) -> None:
+        norm = (*self.mean, *self.std)
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(isinstance(one, int | float) for one in norm):
+            raise ValueError(f"mean and std are three numbers each, got {self.mean!r} and {self.std!r}")
+        if not all(math.isfinite(one) for one in norm) or min(self.std) <= 0:
+            raise ValueError(f"mean and std must be finite and std above 0, got {self.mean!r} and {self.std!r}")
         if self.longest is not None and (
             self.crop is not None or self.size[0] != self.size[1] or self.longest < self.size[0]
         ):

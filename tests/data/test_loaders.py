@@ -75,6 +75,20 @@ def test_the_last_epochs_have_one_size_where_given() -> None:
     assert sizes[2] == {(96, 96)}
 
 
+def test_strong_augmentation_may_begin_later() -> None:
+    """And sizes are drawn from the first epoch on, as DEIM does."""
+    sizes = [(32, 32), (64, 64)]
+    sampler = EpochBatchSampler(
+        length=64, batch_size=2, seed=0, sizes=sizes, strong_from=2, strong_until=4, final_size=(96, 96)
+    )
+    keys = []
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        keys.append([key for batch in sampler for key in batch])
+    assert [{key.strong for key in epoch} for epoch in keys] == [{False}, {False}, {True}, {True}, {False}]
+    assert [{key.size for key in epoch} for epoch in keys] == [{*sizes}] * 4 + [{(96, 96)}]
+
+
 def test_images_are_mixed_in_some_epochs() -> None:
     batches = sampler(mix=(1, 3))
     found = []

@@ -110,6 +110,13 @@ def test_input_is_timms() -> None:
             assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_what_is_measured_is_what_is_predicted_on(interpolation: str) -> None:
+    image, boxes, labels = squares()
+    seen, _, _ = EvalTransform(interpolation=interpolation)(image, boxes, labels, size=SIZE)
+    assert np.array_equal(seen, to_input(image, Preprocessing(SIZE, interpolation=interpolation)))
+
+
 def test_input_without_crop_is_stretched() -> None:
     image = squares()[0]
     for interpolation in ("bilinear", "bicubic"):

@@ -136,6 +136,15 @@ def test_wrong_numbers_are_refused(small: Callable[..., DETR], options: dict[str
         small(**options)
 
 
+def test_a_backbone_in_patches_takes_no_padded_batches() -> None:
+    from vitdet.zoo import create_model
+
+    with torch.device("meta"):
+        assert create_model("detr_r50", num_classes=2).takes_sizes
+        model = create_model("detr_r50", num_classes=2, backbone="vit_tiny_patch16_224")
+    assert (model.stride, model.takes_sizes) == (32, False)
+
+
 def test_a_loss_for_other_logits_is_refused(small: Callable[..., DETR]) -> None:
     output = small().train()(torch.randn(1, 3, 64, 64))
     targets = Targets.from_lists([torch.zeros(0, 4)], [torch.zeros(0, dtype=torch.int64)])

@@ -96,6 +96,14 @@ def test_location_quality_starts_silent_and_then_looks_at_sharpness() -> None:
     assert (head(scores, flat) - scores - change).abs().min() > 1e-3
 
 
+def test_distances_are_exact_in_bfloat16() -> None:
+    """Autocast would make bfloat16 of them, and of all boxes."""
+    logits, bins = torch.randn(2, 3, 4, 33), make_bins(torch.tensor([0.5]), torch.tensor([4.0]), count=32)
+    expected = expected_distances(logits, bins)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(expected_distances(logits, bins), expected)
+
+
 def test_predictions_in_training_and_evaluation() -> None:
     model, images = small(), torch.randn(2, 3, 64, 96)
     output = model.eval()(images)

@@ -226,6 +226,18 @@ def test_timms_pooling_beside_its_arguments(tmp_path: Path) -> None:
         assert describe_folder(tmp_path, KNOWN).arguments == {**expected, "num_classes": 1000}
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"decoder_activation_function": "silu"}, {"normalize_before": True}, {"positional_encoding_temperature": 20}],
+)
+@pytest.mark.parametrize("kind", ["rt_detr", "rt_detr_v2", "d_fine"])
+def test_arithmetic_that_is_not_ours(kind: str, told: dict[str, Any], tmp_path: Path) -> None:
+    """It changes what transformers computes, and neither names nor shapes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **told}))
+    with pytest.raises(UserError, match=f"{next(iter(told))} .* is not supported for RT-DETR and D-FINE; only"):
+        describe_folder(tmp_path, KNOWN)
+
+
 def test_a_folder_without_description(tmp_path: Path) -> None:
     assert describe_folder(tmp_path, KNOWN) == Description()
 

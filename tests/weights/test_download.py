@@ -129,10 +129,24 @@ def test_a_file_is_fetched_once(server: Server, tmp_path: Path, capsys: pytest.C
     path = download(server.address, folder=tmp_path / "new", sha256=SHA256[:8])
     assert path == tmp_path / "new" / "model.pth"
     assert path.read_bytes() == CONTENT
-    assert names(path.parent) == ["model.pth"]
+    assert names(path.parent) == ["model.pth", "model.pth.address"]
     assert capsys.readouterr() == ("", f"fetching {server.address} (0 MB) to {path.parent}\n")
     assert download(server.address, folder=tmp_path / "new", sha256=SHA256) == path
     assert len(server.asked) == 1
+
+
+def test_another_file_of_the_same_name_is_not_taken_for_it(server: Server, tmp_path: Path) -> None:
+    download(server.address, folder=tmp_path)
+    other = f"{server.address}?of=another"
+    assert fails(other, folder=tmp_path) == (
+        f"{tmp_path / 'model.pth'} came from {server.address}, not from {other}; delete it, or fetch the other one by hand"
+    )
+    (tmp_path / "model.pth.address").unlink()  # put there by hand
+    assert download(other, folder=tmp_path) == tmp_path / "model.pth"
+
+
+def test_a_malformed_address(tmp_path: Path) -> None:
+    assert fails("https://[x/y.pth", folder=tmp_path).startswith("https://[x/y.pth is no address (")
 
 
 def test_the_folder_is_that_of_torch_hub(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +165,7 @@ def test_going_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
     path = download(server.address, folder=tmp_path, sha256=SHA256)
     assert server.asked == [("/model.pth", "bytes=123456-"), ("/model.pth", "bytes=200000-")]
     assert path.read_bytes() == CONTENT
-    assert names(tmp_path) == ["model.pth"]
+    assert names(tmp_path) == ["model.pth", "model.pth.address"]
 
 
 @pytest.mark.parametrize("change", [{"ranges": False}, {"shift": 1}], ids=["no ranges", "another range than asked for"])
@@ -160,7 +174,7 @@ def test_a_server_that_cannot_go_on(server: Server, tmp_path: Path, change: dict
     break_off(server, tmp_path, 123_456)
     vars(server).update(change)
     assert download(server.address, folder=tmp_path).read_bytes() == CONTENT
-    assert names(tmp_path) == ["model.pth"]
+    assert names(tmp_path) == ["model.pth", "model.pth.address"]
 
 
 def test_a_newer_file_is_not_joined_to_an_older_one(server: Server, tmp_path: Path) -> None:

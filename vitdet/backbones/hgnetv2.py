@@ -118,6 +118,8 @@ class HGNetV2(nn.Module):
     The layers of the third and fourth stage are light, see :func:`make_layer`.
     """
 
+    any_size = True  # of images
+
     def __init__(
         self, *, stem: Sequence[int], inner: Sequence[int], widths: Sequence[int], depths: Sequence[int], layers: int,
         kernels: Sequence[int] = (3, 3, 5, 5), affine: bool = False, out_stages: Sequence[int] = (1, 2, 3),

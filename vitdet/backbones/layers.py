@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
@@ -18,7 +20,7 @@ class LearnableAffine(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         """(B, C, h, w) to the same."""
-        return maps * self.scale + self.bias
+        return (maps * self.scale + self.bias).to(maps.dtype)  # which float32 parameters would change
 
 
 class ConvNorm(nn.Module):
@@ -42,6 +44,11 @@ class ConvNorm(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         """(B, C_in, h, w) to (B, C_out, ⌈h/stride⌉, ⌈w/stride⌉)."""
         return self.affine(self.activation(self.norm(self.conv(maps))))
+
+
+def level_projections(channels: Sequence[int], width: int, *, always: bool) -> nn.ModuleList:
+    """A 1×1 convolution to ``width`` for each map; where not ``always``, none for maps that are as wide already."""
+    return nn.ModuleList(ConvNorm(c, width, 1) if always or c != width else nn.Identity() for c in channels)
 
 
 def dense_gradient(maps: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ class ResNet(nn.Module):
         frozen_norm: fixed batch-norm statistics and scales.
     """
 
+    any_size = True  # of images
+
     def __init__(
         self, *, depths: Sequence[int], block: type[BasicBlock] | type[Bottleneck], stem: Sequence[int] = (32, 32, 64),
         widths: Sequence[int] = (64, 128, 256, 512), pooled: bool = True, dilated: bool = False,

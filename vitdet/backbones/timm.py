@@ -134,10 +134,21 @@ def timm_classifier(name: str, num_classes: int, **overrides: Any) -> TimmClassi
     Raises:
         ValueError: an override that would fetch or read other files: overrides come from the headers of files, too.
     """
+    _refuse_files(overrides)
+    return TimmClassifier(name, num_classes=num_classes, **overrides)
+
+
+def _refuse_files(overrides: dict[str, Any]) -> None:
     refused = sorted(overrides.keys() & _ELSEWHERE)
     if refused:
         raise ValueError(f"{refused[0]} is not for a model's arguments; name weights as model.weights or as the source")
-    return TimmClassifier(name, num_classes=num_classes, **overrides)
+
+
+def timm_parameters(name: str, num_classes: int, **overrides: Any) -> int:
+    """How many parameters :func:`timm_classifier` would make; without memory for them."""
+    _refuse_files(overrides)
+    model = create_timm(name, device="meta", num_classes=num_classes, **overrides)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def timm_takes_size(name: str) -> bool:

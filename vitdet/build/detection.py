@@ -78,7 +78,8 @@ def build_train_loader(config: RunConfig, data: DetectionSet, device: torch.devi
     mix_until = strong_until if augment.mix_until is None else round(augment.mix_until * epochs)
     sampler = EpochBatchSampler(
         length=len(dataset), batch_size=config.train.batch, seed=config.seed, sizes=sizes or [config.data.size],
-        strong_until=strong_until, final_size=config.data.size, mix=(round(augment.mix_from * epochs), mix_until),
+        strong_from=round(augment.strong_from * epochs), strong_until=strong_until, final_size=config.data.size,
+        mix=(round(augment.mix_from * epochs), mix_until),
         rank=distributed.rank(), world_size=distributed.world_size(),
     )  # fmt: skip
     loader = make_loader(
@@ -93,7 +94,8 @@ def build_eval_loader(
 ) -> Loader:
     """A loader over a whole split in order, resized only; several processes share it."""
     longest = preprocessing.longest
-    dataset = DetectionDataset(data, transform=EvalTransform(longest=longest), cache=cache)
+    transform = EvalTransform(longest=longest, interpolation=preprocessing.interpolation)
+    dataset = DetectionDataset(data, transform=transform, cache=cache)
     sampler = EpochBatchSampler(
         length=len(dataset), batch_size=batch, seed=0, sizes=[preprocessing.size], shuffle=False, drop_last=False,
         rank=distributed.rank(), world_size=distributed.world_size(),
@@ -142,6 +144,8 @@ def build_evaluation(
 
 def labels_in_data(model: ClassMap, data: ClassMap) -> Tensor:
     """(K,) int64: the data set's label of each of the model's classes, in their order; -1 for ids that nothing has."""
+    if model.names == data.names:
+        return torch.arange(len(data))
     count = itertools.count()
     labels = torch.tensor([-1 if name == NO_CLASS else next(count) for name in model.names])
     if int(labels.max()) + 1 != len(data):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vitdet.engine.logging import say
 from vitdet.engine.schedules import rate_multiplier, warmup_steps
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
+from vitdet.weights import deimv2
 from vitdet.weights.classes import NO_CLASS
 from vitdet.weights.rules import load_strict
 
@@ -70,7 +71,7 @@ def build_model(config: AnyRunConfig, class_map: ClassMap, preprocessing: Prepro
     if config.model.backbone_weights:
         load_backbone(model, config.model.backbone_weights)
     if config.model.weights:
-        theirs = start_from(model, config.model.weights, config.model.name, class_map)
+        theirs = start_from(model, config.model.weights, config.model.name, class_map, arguments)
         metadata.preprocessing = replace(
             preprocessing,
             mean=config.data.mean or theirs.preprocessing.mean,
@@ -95,13 +96,29 @@ def check_sizes(config: AnyRunConfig, stride: int) -> None:
             raise UserError(f"{name} {list(size)} must be divisible by {stride} for {config.model.name}; change it")
 
 
-def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) -> ModelMetadata:
+# Arguments that change what a model computes and no tensor's shape.
+UNSEEN = ("activation", "position_activation", "refine_positions", "sampling", "reach", "heads", "norm_eps")
+
+
+def start_from(
+    model: nn.Module, source: str, name: str, class_map: ClassMap, arguments: Mapping[str, Any]
+) -> ModelMetadata:
     """Load weights of the same model; where they know other classes, the class heads are rebuilt, and it is said.
 
-    Rows of classes of the same name are kept, see :mod:`vitdet.build.class_heads`; everything else must fit.
+    Rows of classes of the same name are kept, see :mod:`vitdet.build.class_heads`; everything else must fit, and what
+    only training uses where the weights have it.
+
+    Args:
+        name, arguments: what the model was made of.
     """
     check_same_model(source, name)
     metadata, state = zoo.read_source(source, model=name)
+    check_unseen(source, metadata, name, arguments)
+    if deimv2.is_merged(state):
+        raise UserError(
+            f"model.weights {source} was merged for inference: its batch norms have nothing left to train with; "
+            "use the publisher's checkpoint of the training"
+        )
     try:
         state = zoo.adapt(model, state)
     except ValueError as error:
@@ -109,7 +126,9 @@ def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) ->
     # Frozen batch norms count no batches, trained ones do: a run may freeze what another has trained.
     counters = ("*.num_batches_tracked",)
     if metadata.class_map.names == class_map.names:
-        load_strict(model, state, allow_missing=counters, allow_unexpected=counters)
+        # Files for inference may lack the labels of denoising queries, and a run may do without.
+        spare = (*counters, "denoising.*")
+        load_strict(model, state, allow_missing=spare, allow_unexpected=spare)
         return metadata
     heads = class_heads(model)
     theirs, rest = split_heads(state, heads)
@@ -127,6 +146,21 @@ def start_from(model: nn.Module, source: str, name: str, class_map: ClassMap) ->
     return metadata
 
 
+def check_unseen(source: str, metadata: ModelMetadata, name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse weights of a model that computes otherwise: their shapes do not show it."""
+    if name not in zoo.MODELS:
+        return
+    usual = zoo.builder_arguments(zoo.MODELS[name])
+    for key in UNSEEN:
+        theirs, ours = ({**usual, **given}.get(key) for given in (metadata.arguments, arguments))
+        theirs, ours = (tuple(value) if isinstance(value, list) else value for value in (theirs, ours))
+        if theirs != ours:
+            raise UserError(
+                f"model.weights {source} is of a model with {key}={theirs}, and the run has {ours}; "
+                f"set model.overrides.{key}={theirs}"
+            )
+
+
 def check_same_model(source: str, name: str) -> None:
     """Where a file of ours says that it is another model, the run's configuration is told, not the file's reader."""
     path = Path(source)
@@ -138,7 +172,7 @@ def check_same_model(source: str, name: str) -> None:
 def check_class_map(metadata: ModelMetadata, names: Sequence[str], root: object) -> None:
     """A model is measured only on its own classes; ids that nothing has are no classes."""
     ours = [name for name in metadata.class_map.names if name != NO_CLASS]
-    if ours != list(names):
+    if list(names) not in (ours, list(metadata.class_map.names)):
         raise UserError(
             f"the model knows the classes {some(ours)} but {root} has {some(names)}; "
             "evaluate on data with the classes it was trained on"

@@ -105,7 +105,7 @@ class ClassificationDataSection(DataSection):
 
 
 class AugmentSection(Section):
-    """Probabilities of the augmentations; strong ones end at ``strong_until`` of the run."""
+    """Probabilities of the augmentations; strong ones are on from ``strong_from`` to ``strong_until`` of the run."""
 
     photometric: float = Probability
     zoom_out: float = Probability
@@ -121,6 +121,7 @@ class AugmentSection(Section):
     mix_until: float | None = Field(
         default=None, ge=0, le=1, description="the one at which they end; strong_until where not given"
     )
+    strong_from: float = Field(default=0.0, ge=0, le=1, description="share of the epochs before strong augmentation")
     strong_until: float = Field(
         default=0.9, ge=0, le=1, description="share of the epochs; data.sizes are drawn until then, too"
     )

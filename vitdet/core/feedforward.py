@@ -51,6 +51,8 @@ class MLP(nn.Module):
         activation: str = "relu",
     ) -> None:  # fmt: skip
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}; use one of {list(ACTIVATIONS)}")
         self.activation = ACTIVATIONS[activation]()
         widths = [width_in, *[hidden] * (layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))

@@ -36,7 +36,7 @@ class EpochBatchSampler:
         drop_last: leave out the samples that fill no batch. A data set smaller than one batch still gives one, smaller
             batch. False gives the last batch what is left, which on several ranks may differ in size or be none.
         sizes: (height, width) of the images; with several, each batch draws one, the same on all ranks.
-        strong_until: the epoch from which strong augmentation is off; None for never.
+        strong_from, strong_until: the epochs from which strong augmentation is on and off; None for never off.
         final_size: (height, width) of the batches from then on, where given; else they go on as before.
         mix: the epochs, from the first to before the second, in which images may be mixed; None for no end.
         rank, world_size: this process among those that share the epoch.
@@ -55,6 +55,7 @@ class EpochBatchSampler:
         epoch: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        strong_from: int = 0,
         strong_until: int | None = None,
         final_size: tuple[int, int] | None = None,
         mix: tuple[int, int | None] = (0, None),
@@ -78,6 +79,7 @@ class EpochBatchSampler:
         self.epoch = epoch
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.strong_from = strong_from
         self.strong_until = strong_until
         self.final_size = final_size
         self.mix = mix
@@ -130,11 +132,15 @@ class EpochBatchSampler:
 
     def is_strong(self, epoch: int) -> bool:
         """Whether strong augmentation is on."""
-        return self.strong_until is None or epoch < self.strong_until
+        return self.strong_from <= epoch and not self.is_late(epoch)
+
+    def is_late(self, epoch: int) -> bool:
+        """Whether strong augmentation is over."""
+        return self.strong_until is not None and epoch >= self.strong_until
 
     def size_of(self, batch: int, epoch: int) -> tuple[int, int]:
         """The (height, width) of a batch."""
-        if self.final_size is not None and not self.is_strong(epoch):
+        if self.final_size is not None and self.is_late(epoch):
             return self.final_size
         if len(self.sizes) == 1:
             return self.sizes[0]

@@ -48,11 +48,11 @@ class EvalTransform:
     """Resize, and nothing else.
 
     ``size`` (height, width) is reached by stretching, as most published models expect; with ``longest`` the proportions
-    are kept, see :func:`proportional`.
+    are kept, see :func:`proportional`. ``interpolation``: see :func:`resize`.
     """
 
-    def __init__(self, *, longest: int | None = None) -> None:
-        self.longest = longest
+    def __init__(self, *, longest: int | None = None, interpolation: str = "bilinear") -> None:
+        self.longest, self.interpolation = longest, interpolation
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class EvalTransform:
         if self.longest is not None:
             size = proportional((image.shape[0], image.shape[1]), shorter=size[0], longest=self.longest)
         scale = np.array([size[1] / image.shape[1], size[0] / image.shape[0]] * 2, dtype=np.float32)
-        return resize(image, size, exact=True), boxes * scale, labels
+        return resize(image, size, interpolation=self.interpolation, exact=True), boxes * scale, labels
 
 
 class TrainTransform:

@@ -21,7 +21,7 @@ from vitdet.core.feedforward import MLP
 from vitdet.core.masks import padding_mask, valid_cells
 from vitdet.core.positions import sinusoidal_shares
 from vitdet.core.stacks import DecoderStack, EncoderStack
-from vitdet.detectors.heads import at_least, choose_backbone
+from vitdet.detectors.heads import at_least, at_most_built, choose_backbone
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
 
 
@@ -29,14 +29,12 @@ class DETR(nn.Module):
     """The detector.
 
     Args:
-        backbone: of its maps only the last, the coarsest, is used.
+        backbone: of its maps only the last, the coarsest, is used. Without ``any_size`` it takes images whose sides 32
+            divides, and no padded batches.
         num_classes: K; the scores have K + 1 entries, of which the last says that there is no object.
         width, heads, hidden, dropout: of both stacks' blocks.
         encoder_layers, decoder_layers: blocks in each stack. num_queries: Q, the most objects that can be found.
     """
-
-    stride = 1  # images of any size will do
-    takes_sizes = True  # of images in a padded batch
 
     def __init__(
         self, backbone: nn.Module, *, num_classes: int, width: int = 256, heads: int = 8, hidden: int = 2048,
@@ -50,8 +48,10 @@ class DETR(nn.Module):
         at_least(0, encoder_layers=encoder_layers)
         if width % 4 or not 0 <= dropout < 1:
             raise ValueError(f"width must be divisible by 4 and dropout in [0, 1), got {width} and {dropout}")
-        if max(encoder_layers, decoder_layers) > 64:  # a file's header may ask for any number
-            raise ValueError(f"at most 64 layers are built, got {encoder_layers} and {decoder_layers}")
+        at_most_built(encoder_layers=encoder_layers, decoder_layers=decoder_layers)
+        # Of images, which any size will do for with convolutions; only then they can be padded to one another's sizes.
+        self.stride = 1 if getattr(backbone, "any_size", False) else 32
+        self.takes_sizes = self.stride == 1
         channels: Sequence[int] = backbone.channels  # type: ignore[assignment]
         self.num_classes = num_classes
         self.backbone = backbone

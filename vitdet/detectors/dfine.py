@@ -46,7 +46,8 @@ def make_bins(up: Tensor, scale: Tensor, *, count: int) -> Tensor:
 
 def expected_distances(logits: Tensor, bins: Tensor) -> Tensor:
     """(B, Q, 4, N + 1) logits over (N + 1,) bins to the (B, Q, 4) expected distances (equation 1)."""
-    return F.linear(logits.softmax(-1), bins[None])[..., 0]
+    with torch.autocast(logits.device.type, enabled=False):  # bfloat16 would be too coarse for coordinates
+        return F.linear(logits.softmax(-1), bins[None])[..., 0]
 
 
 def move_edges(boxes: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
@@ -102,9 +103,9 @@ def make_layer(
     )  # fmt: skip
 
 
-def make_positions(width: int) -> MLP:
+def make_positions(width: int, *, activation: str = "relu") -> MLP:
     """(…, 4) boxes to (…, C)."""
-    return MLP(4, 2 * width, width, layers=2)
+    return MLP(4, 2 * width, width, layers=2, activation=activation)
 
 
 class DistributionDecoder(nn.Module):
@@ -210,6 +211,7 @@ def dfine(
     decoder = partial(
         DistributionDecoder, bins=bins, reg_scale=reg_scale, up=up, activation=activation,
         make_layer=partial(make_layer, activation=activation),
+        make_positions=partial(make_positions, activation=activation),
     )  # fmt: skip
     return RTDETR(backbone, num_classes=num_classes, decoder=decoder, **(defaults | numbers))
 

@@ -12,10 +12,19 @@ from vitdet.core.feedforward import MLP
 
 
 def at_least(least: int, **values: float) -> None:
-    """Refuse any of the named values that is below ``least``."""
+    """Refuse any of the named values that is no number or below ``least``; an int asks for whole ones above 0."""
     for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or (least and not isinstance(value, int)):
+            raise ValueError(f"{name} must be a {'whole ' if least else ''}number, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def at_most_built(**counts: int) -> None:
+    """Refuse more of anything than any model has: a file's header may ask for any number."""
+    for name, value in counts.items():
+        if value > 64:
+            raise ValueError(f"{name} is {value}, and at most 64 are built")
 
 
 def inverse_sigmoid(values: Tensor, *, eps: float = 1e-5) -> Tensor:

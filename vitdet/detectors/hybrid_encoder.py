@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitdet.backbones.layers import ACTIVATIONS, ConvNorm, dense_gradient
+from vitdet.backbones.layers import ACTIVATIONS, ConvNorm, dense_gradient, level_projections
 from vitdet.core.blocks import EncoderBlock
 from vitdet.core.positions import sinusoidal_2d
 
@@ -119,9 +119,7 @@ class HybridEncoder(nn.Module):
             raise ValueError(f"unknown fusion {fusion!r}; use one of {list(FUSIONS)}")
         chained, self.summed = fusion != "csp", summed
         fine_levels = len(channels) - 1
-        self.project = nn.ModuleList(
-            ConvNorm(c, width, 1) if always_project or c != width else nn.Identity() for c in channels
-        )
+        self.project = level_projections(channels, width, always=always_project)
         self.attend = nn.ModuleList(EncoderBlock(width, heads, hidden, activation="gelu") for _ in range(layers))
         inner = int(width * expansion // 2) if chained else round(width * expansion)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitdet.backbones.hgnetv2 import hgnetv2_b4, hgnetv2_b5
-from vitdet.backbones.layers import ConvNorm, dense_gradient
+from vitdet.backbones.layers import dense_gradient, level_projections
 from vitdet.backbones.pyramid import Pyramid
 from vitdet.backbones.resnet import BasicBlock, ResNet, resnet18_vd, resnet34_vd, resnet50_vd, resnet101_vd
 from vitdet.backbones.vit import ViT
@@ -23,7 +23,14 @@ from vitdet.core.blocks import DecoderBlock
 from vitdet.core.deformable import DeformableAttention
 from vitdet.core.feedforward import MLP
 from vitdet.detectors.denoising import Denoising, DenoisingQueries
-from vitdet.detectors.heads import at_least, choose_backbone, inverse_sigmoid, make_box_head, make_score_head
+from vitdet.detectors.heads import (
+    at_least,
+    at_most_built,
+    choose_backbone,
+    inverse_sigmoid,
+    make_box_head,
+    make_score_head,
+)
 from vitdet.detectors.hybrid_encoder import make_encoder
 from vitdet.detectors.query_selection import QuerySelection, SelectedQueries, TokenProposals
 from vitdet.structures import DetectorOutput, SupervisedOutput, Targets
@@ -120,11 +127,14 @@ class RTDETR(nn.Module):
             1, num_classes=num_classes, encoder_width=encoder_width, encoder_hidden=encoder_hidden,
             encoder_blocks=encoder_blocks, width=width, heads=heads, decoder_hidden=decoder_hidden,
             decoder_layers=decoder_layers, eval_layers=eval_layers, num_queries=num_queries,
-            points=points if isinstance(points, int) else min(points, default=0),
         )  # fmt: skip
-        at_least(0, denoising_queries=denoising_queries, label_noise=label_noise, box_noise=box_noise)
-        if max(decoder_layers, encoder_blocks) > 64:  # a file's header may ask for any number
-            raise ValueError(f"at most 64 layers and blocks are built, got {decoder_layers} and {encoder_blocks}")
+        for number in [points] if isinstance(points, int) else points:
+            at_least(1, points=number)
+        at_least(
+            0, denoising_queries=denoising_queries, label_noise=label_noise, box_noise=box_noise, reach=reach,
+            encoder_expansion=encoder_expansion,
+        )  # fmt: skip
+        at_most_built(decoder_layers=decoder_layers, encoder_blocks=encoder_blocks)
         if encoder_expansion <= 0 or label_noise > 1 or eval_layers > decoder_layers:
             raise ValueError(
                 "encoder_expansion must be above 0, label_noise at most 1, eval_layers at most decoder_layers; "
@@ -137,9 +147,7 @@ class RTDETR(nn.Module):
             channels, fusion=fusion, width=encoder_width, heads=heads, hidden=encoder_hidden,
             expansion=encoder_expansion, blocks=encoder_blocks, summed=summed, project_maps=project_maps,
         )  # fmt: skip
-        self.memory_project = nn.ModuleList(
-            ConvNorm(c, width, 1) if always_project or c != width else nn.Identity() for c in self.encoder.channels
-        )
+        self.memory_project = level_projections(self.encoder.channels, width, always=always_project)
         self.query_selection = QuerySelection(
             width, num_classes=num_classes, num_queries=num_queries, project=project_tokens,
             activation=head_activation,

@@ -154,7 +154,7 @@ class Criterion(nn.Module):
             "giou": torch.where(boxes.positive, 1 - boxes.giou, 0.0).sum(),
         }
         if prediction.edges is not None:
-            # Denoising queries weigh matched and other ones as the object queries do.
+            # With the union, denoising queries weigh matched and other ones as the object queries do.
             terms |= edge_terms(prediction.edges, boxes, matched_share(boxes.positive) if share is None else share)
         return terms
 

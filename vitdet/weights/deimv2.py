@@ -159,6 +159,12 @@ def _identity_norm(base: str, bias: Tensor) -> dict[str, Tensor]:
     }
 
 
+def is_merged(state: Mapping[str, Tensor]) -> bool:
+    """Whether these converted weights come from a file merged for inference: their norms know nothing of any batch."""
+    variances = [value for name, value in state.items() if name.endswith("norm.running_var")]
+    return any(bool((value == torch.full_like(value, 1 - NORM_EPS)).all()) for value in variances)
+
+
 def _complete(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """One score and one quality head for each layer; one box head where all layers share it; the bins' reach."""
     layers = _numbers(state, "layers")

@@ -158,6 +158,8 @@ def _describe_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any
     size = arguments.get("image_size", (640, 640))  # detectors take any size; their configurations name none
     labels = config.get("id2label")
     names = None if not labels else as_coco([str(labels[key]) for key in sorted(labels, key=int)])
+    if kind == "deimv2" and processor is None and _on_dinov3(config):  # whose authors' is normalised as ImageNet
+        processor = {"do_normalize": True}
     prepared = prepare.from_huggingface(processor, kind, size)
     return Description(None, arguments, names, prepared, kind)
 
@@ -208,7 +210,17 @@ def _swin(config: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+# What changes the results of transformers' RT-DETR and its descendants, and no tensor; all published ones have these.
+_RTDETR_USUAL = {
+    "decoder_activation_function": "relu", "encoder_activation_function": "gelu", "activation_function": "silu",
+    "normalize_before": False, "positional_encoding_temperature": 10000, "layer_norm_eps": 1e-5, "batch_norm_eps": 1e-5,
+}  # fmt: skip
+
+
 def _rtdetr(config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in _RTDETR_USUAL.items():
+        if config.get(key, value) != value:
+            raise UserError(f"{key} {config[key]!r} is not supported for RT-DETR and D-FINE; only {value!r} is")
     heads = {config.get(f"{part}_attention_heads", 8) for part in ("encoder", "decoder")}
     if len(heads) != 1 or config.get("learn_initial_query") or not config.get("use_focal_loss", True):
         raise UserError("encoders and decoders of different heads, and learnt queries, are not supported for RT-DETR")
@@ -243,9 +255,12 @@ def _dfine(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _on_dinov3(config: Mapping[str, Any]) -> bool:
+    return (config.get("backbone_config") or {}).get("model_type") == "dinov3_vit"
+
+
 def _deimv2(config: Mapping[str, Any]) -> dict[str, Any]:
-    backbone = config.get("backbone_config") or {}
-    on_vit = backbone.get("model_type") == "dinov3_vit"
+    backbone, on_vit = config.get("backbone_config") or {}, _on_dinov3(config)
     if on_vit and not backbone.get("apply_layernorm", True):
         raise UserError("a ViT whose last map alone is normed is not supported; use its authors' file")
     if config.get("learn_initial_query") or config.get("decoder_method", "default") != "default":

@@ -47,6 +47,9 @@ def download(address: str, *, folder: Path | None = None, sha256: str | None = N
     folder = Path(torch.hub.get_dir()) / "checkpoints" if folder is None else folder
     target = folder / _file_name(address)
     if target.is_file():
+        told = _origin(target).read_text() if _origin(target).is_file() else address
+        if told != address:
+            raise UserError(f"{target} came from {told}, not from {address}; delete it, or fetch the other one by hand")
         if not _fits(target, sha256):
             raise UserError(f"{target} has not the published checksum {sha256}; delete it, and it is fetched again")
         return target
@@ -63,7 +66,10 @@ def download(address: str, *, folder: Path | None = None, sha256: str | None = N
 
 
 def _check_address(address: str) -> None:
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        raise UserError(f"{address} is no address ({error}); check it") from error
     if parts.scheme != "https" and (parts.scheme, parts.hostname) != ("http", "127.0.0.1"):
         raise UserError(f"{address} is no https:// address; weights are fetched from no other, so fetch it by hand")
 
@@ -114,7 +120,13 @@ def _fetch(address: str, target: Path, sha256: str | None) -> None:
             f"what came from {address} has not the published checksum {sha256} and was deleted; try again later, or "
             "do not trust it"
         )
+    _origin(target).write_text(address)
     part.replace(target)
+
+
+def _origin(target: Path) -> Path:
+    """The file that tells the address of another: different files have the same last part of it."""
+    return target.with_name(f"{target.name}.address")
 
 
 def _mark(part: Path) -> Path:

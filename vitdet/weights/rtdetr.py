@@ -135,6 +135,8 @@ def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         UserError: the names are of another layout, or of D-FINE.
     """
     rules = {"huggingface": HUGGINGFACE_RULES, "official": OFFICIAL_RULES}.get(layout(state) or "")
+    if any(name.endswith("decoder.query_pos_head.layers.2.weight") for name in state):
+        raise UserError("DEIM's RT-DETRv2 has another head of positions, which is not supported; use RT-DETRv2's own")
     if rules is None or any(".gateway." in name for name in state):
         raise UserError(
             f"the weights are no RT-DETR's by its authors or by Hugging Face (the first is "

@@ -59,6 +59,11 @@ def rename(name: str, rules: Rules) -> str | None:
     return name
 
 
+def count(state: Mapping[str, Tensor], pattern: str) -> int:
+    """One more than the largest number at a place of the names."""
+    return 1 + max((int(match[1]) for name in state if (match := re.match(pattern, name))), default=-1)
+
+
 def join_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack ``name[0]``, ``name[1]``, … to ``name`` along the first dimension; other entries stay as they are."""
     whole: dict[str, Tensor] = {}

@@ -6,13 +6,13 @@ Not shown are a ViT's heads, the norms' epsilon, the activation, and whether cla
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from vitdet.errors import UserError
+from vitdet.weights.rules import count
 
 
 def classifier_arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _vit(state: Mapping[str, Tensor]) -> dict[str, Any]:
     patch = math.isqrt(inputs // 3)
     arguments: dict[str, Any] = {
         "width": width,
-        "layers": _count(state, r"backbone\.encoder\.layers\.(\d+)\."),
+        "layers": count(state, r"backbone\.encoder\.layers\.(\d+)\."),
         "hidden": _shape(state, block + "feed_forward.contract.weight")[1],
         "patch": patch,
         "class_token": "backbone.class_token" in state,
@@ -59,12 +59,12 @@ def _vit(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _swin(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    stages = _count(state, r"backbone\.stages\.(\d+)\.")
+    stages = count(state, r"backbone\.stages\.(\d+)\.")
     first = "backbone.stages.0.layers.0.self_attention."
     arguments: dict[str, Any] = {
         "version": 1 if first + "position_bias.table" in state else 2,
         "width": _shape(state, "backbone.embed.project.weight")[0],
-        "depths": tuple(_count(state, rf"backbone\.stages\.{i}\.layers\.(\d+)\.") for i in range(stages)),
+        "depths": tuple(count(state, rf"backbone\.stages\.{i}\.layers\.(\d+)\.") for i in range(stages)),
     }
     if arguments["version"] == 1:
         arguments["window"] = (math.isqrt(_shape(state, first + "position_bias.table")[0]) + 1) // 2
@@ -72,11 +72,6 @@ def _swin(state: Mapping[str, Tensor]) -> dict[str, Any]:
             _shape(state, f"backbone.stages.{i}.layers.0.self_attention.position_bias.table")[1] for i in range(stages)
         )
     return arguments
-
-
-def _count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number at a place of the names."""
-    return 1 + max((int(match[1]) for name in state if (match := re.match(pattern, name))), default=-1)
 
 
 def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -101,7 +96,7 @@ def detr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: its backbone is none of the published ones.
     """
-    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(\d+)\.") for i in range(4))
+    depths = tuple(count(state, rf"backbone\.stages\.{i}\.(\d+)\.") for i in range(4))
     if depths not in _DETR:
         known = ", ".join(_DETR.values())
         raise UserError(f"there is no DETR on a backbone of {list(depths)} blocks here; known: {known}")
@@ -110,8 +105,8 @@ def detr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
         "num_classes": rows - 1,
         "width": width,
         "hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
-        "encoder_layers": _count(state, r"encoder\.layers\.(\d+)\."),
-        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+        "encoder_layers": count(state, r"encoder\.layers\.(\d+)\."),
+        "decoder_layers": count(state, r"decoder\.layers\.(\d+)\."),
         "num_queries": _shape(state, "query_pos")[0],
     }
 
@@ -122,8 +117,8 @@ def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: its backbone is none of the published ones.
     """
-    depths = tuple(_count(state, rf"backbone\.stages\.{i}\.(?:blocks\.)?(\d+)\.") for i in range(4))
-    parts = _count(state, r"backbone\.stages\.0\.(?:0\.convs|blocks\.0\.layers)\.(\d+)\.")
+    depths = tuple(count(state, rf"backbone\.stages\.{i}\.(?:blocks\.)?(\d+)\.") for i in range(4))
+    parts = count(state, r"backbone\.stages\.0\.(?:0\.convs|blocks\.0\.layers)\.(\d+)\.")
     name = _RTDETR.get((depths, parts))
     if name is None:
         known = ", ".join(_RTDETR.values())
@@ -135,11 +130,20 @@ def rtdetr_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
         "encoder_width": width,
         "encoder_hidden": _shape(state, "encoder.attend.0.feed_forward.expand.weight")[0],
         "encoder_expansion": _shape(state, "encoder.top_down.0.enter.conv.weight")[0] / width,
-        "encoder_blocks": _count(state, r"encoder\.top_down\.0\.blocks\.(\d+)\."),
+        "encoder_blocks": count(state, r"encoder\.top_down\.0\.blocks\.(\d+)\."),
         "width": _shape(state, "memory_project.0.conv.weight")[0],
         "decoder_hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
-        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+        "decoder_layers": count(state, r"decoder\.layers\.(\d+)\."),
+        **_points(state),
     }
+
+
+def _points(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of points a level where it is not 4: RT-DETRv2 was published with fewer (its sp1, sp2, sp3)."""
+    levels = count(state, r"encoder\.project\.(\d+)\.")
+    weights = _shape(state, "decoder.layers.0.cross_attention.weights.weight")[0]
+    points, rest = divmod(weights, 8 * levels)  # eight heads, as all published ones have
+    return {"points": points} if points != 4 and not rest else {}
 
 
 # Levels, channels of the first map, the encoder's width -> the D-FINE with these.
@@ -156,7 +160,7 @@ def dfine_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
         UserError: none of the published sizes.
     """
     width, channels = _shape(state, "encoder.project.0.conv.weight")[:2]
-    levels = _count(state, r"encoder\.project\.(\d+)\.")
+    levels = count(state, r"encoder\.project\.(\d+)\.")
     name = _DFINE.get((levels, channels, width))
     if name is None:
         raise UserError(f"there is no D-FINE of {levels} levels, {channels} channels and width {width} here")
@@ -166,10 +170,10 @@ def dfine_arguments(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
         "encoder_width": width,
         "encoder_hidden": _shape(state, "encoder.attend.0.feed_forward.expand.weight")[0],
         "encoder_expansion": 2 * _shape(state, "encoder.top_down.0.chains.0.0.enter.conv.weight")[0] / width,
-        "encoder_blocks": _count(state, r"encoder\.top_down\.0\.chains\.0\.0\.blocks\.(\d+)\."),
+        "encoder_blocks": count(state, r"encoder\.top_down\.0\.chains\.0\.0\.blocks\.(\d+)\."),
         "width": _shape(state, "query_selection.proposals.score_head.weight")[1],
         "decoder_hidden": _shape(state, "decoder.layers.0.feed_forward.expand.weight")[0],
-        "decoder_layers": _count(state, r"decoder\.layers\.(\d+)\."),
+        "decoder_layers": count(state, r"decoder\.layers\.(\d+)\."),
         "bins": outputs // 4 - 1,
     }
     for key in ("up", "reg_scale"):

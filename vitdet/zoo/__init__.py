@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitdet.backbones.timm import timm_takes_size
+from vitdet.backbones.timm import timm_parameters, timm_takes_size
 from vitdet.errors import UserError
 from vitdet.structures import ModelMetadata
 from vitdet.weights.rules import load_strict
@@ -55,7 +55,9 @@ def load_model(source: str | Path, *, model: str | None = None, image_size: tupl
     if not isinstance(arguments.get("num_classes"), int):
         raise UserError(f"{source} names no whole number as num_classes in its header; fetch or write the file again")
     # Without memory at first: a header may ask for any width, and only the shapes in the file show whether it is true.
-    # (Models of timm's take theirs at once: what they compute in constructors would be lost.)
+    # Models of timm's take theirs at once, as what they compute in constructors would be lost: looked at before.
+    if metadata.name.startswith(TIMM):
+        _check_timm(metadata.name, arguments, state, source)
     with torch.device("meta"):
         net = create_model(str(metadata.name), num_classes=arguments.pop("num_classes"), **arguments)
     try:
@@ -65,6 +67,20 @@ def load_model(source: str | Path, *, model: str | None = None, image_size: tupl
     _check(metadata, net, source)
     net.metadata = metadata  # type: ignore[assignment]
     return net.to(memory_format=torch.channels_last).eval()
+
+
+def _check_timm(name: str, arguments: dict[str, Any], state: dict[str, Tensor], source: str | Path) -> None:
+    """Refuse a model of timm's that is far larger than what the source holds."""
+    given = {key: value for key, value in arguments.items() if key != "num_classes"}
+    try:
+        count = timm_parameters(name, arguments["num_classes"], **given)
+    except ValueError as error:
+        raise UserError(f"{source} cannot be loaded: {error}") from error
+    held = sum(tensor.numel() for tensor in state.values())
+    if count > 2 * held:
+        raise UserError(
+            f"{source} does not hold the weights of {name!r} that it names: {held:,} numbers for a model of {count:,}"
+        )
 
 
 def is_classifier(name: str) -> bool:
@@ -108,6 +124,11 @@ def _check(metadata: ModelMetadata, net: nn.Module, source: str | Path) -> None:
     classes, named = metadata.arguments["num_classes"], len(metadata.class_map)
     if named != classes:
         raise UserError(f"{source} names {named} classes but its model has {classes}; fetch or write the file again")
+    if metadata.name in DETECTORS and metadata.preprocessing.crop is not None:
+        raise UserError(
+            f"{source} asks for the middle of images, and a detector sees all of them; give its preprocessing a size "
+            "of height and width"
+        )
     stride: int = net.stride  # type: ignore[assignment]
     longest = metadata.preprocessing.longest
     if longest is not None and not getattr(net, "takes_sizes", False):

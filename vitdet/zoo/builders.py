@@ -104,8 +104,8 @@ def create_model(name: str, *, num_classes: int | None = None, **overrides: Any)
         if arguments.get("backbone") is not None:
             arguments["backbone"] = make_backbone(arguments["backbone"], strides=strides_under(name))
         return builder(num_classes, **arguments).to(memory_format=torch.channels_last)
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
-        raise UserError(f"model {name!r} cannot be built with {overrides}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError) as error:
+        raise UserError(f"model {name!r} cannot be built with {str(overrides)[:500]}: {error}") from error
 
 
 def builder_arguments(builder: Callable[..., Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def describe_detector(
         state: the weights under our names. file: theirs.
     """
     found, shown = _SHOWN[family](state)
+    if found == "rtdetr_r50" and shown["encoder_expansion"] == 0.5 and said.kind is None:
+        found = "rtdetr_r50_m"  # by its authors; transformers' evaluates all of its layers
     if said.kind == "rt_detr_v2":  # the same weights as version 1's by names and shapes
         found = found.replace("rtdetr_", "rtdetrv2_")
     arguments = {**said.arguments, **shown}
@@ -54,12 +57,19 @@ def describe_detector(
         found = _with_dilation(found, name, arguments.pop("dilated", None))
     elif not any(key.startswith("denoising.") for key in state):
         arguments["denoising_queries"] = 0
-    if "_dsp_" in file.name:  # "discrete sampling" in the authors' file names; the weights do not show it
-        arguments["sampling"] = "discrete"
+    arguments |= _by_file_name(family, file.name) if said.kind is None else {}
     names, usual = said.class_names, coco_names_by_id() if family == "detr" else coco_names()
     if names is None and shown["num_classes"] == len(usual):
         names = usual
     return name or found, arguments, names, said.preprocessing or _prepared(family, found)
+
+
+def _by_file_name(family: str, name: str) -> dict[str, Any]:
+    """What the authors' file names alone tell: discrete sampling, and DEIM's D-FINE."""
+    told: dict[str, Any] = {"sampling": "discrete"} if re.search(r"_dsp\d*_", name) else {}
+    if family == "dfine" and name.startswith("deim_"):
+        told["activation"] = "silu"
+    return told
 
 
 def _with_dilation(found: str, name: str | None, dilated: bool | None) -> str:

@@ -252,7 +252,7 @@ def _metadata(
     """From what is known; classes that nobody named are ImageNet's where their number says so, else numbered."""
     count = arguments["num_classes"]
     if class_names is None or count == 0:
-        class_names = imagenet_class_names(count) if count else []
+        class_names = imagenet_class_names(count) if count and name not in DETECTORS else None if count else []
     names = class_names if class_names is not None else [f"class_{index}" for index in range(count)]
     if len(names) != count:
         raise UserError(f"it names {len(names)} classes and its weights know {count}; fetch both again")

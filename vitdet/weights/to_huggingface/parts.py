@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitdet.errors import UserError
-from vitdet.weights.rules import Rules
+from vitdet.weights.rules import Rules, count
 
 State = dict[str, Tensor]
 
@@ -68,11 +68,6 @@ def split(state: Mapping[str, Tensor], pattern: str, parts: int) -> State:
         else:
             pieces[name] = tensor
     return pieces
-
-
-def count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number at a place of the names."""
-    return 1 + max((int(match[1]) for name in state if (match := re.match(pattern, name))), default=-1)
 
 
 def with_heads(state: Mapping[str, Tensor]) -> State:
