@@ -138,9 +138,8 @@ def test_a_file_is_fetched_once(server: Server, tmp_path: Path, capsys: pytest.C
 def test_another_file_of_the_same_name_is_not_taken_for_it(server: Server, tmp_path: Path) -> None:
     download(server.address, folder=tmp_path)
     other = f"{server.address}?of=another"
-    assert fails(other, folder=tmp_path) == (
-        f"{tmp_path / 'model.pth'} came from {server.address}, not from {other}; delete it, or fetch the other one by hand"
-    )
+    told = f"{tmp_path / 'model.pth'} came from {server.address}, not from {other}; delete it, or fetch the other one"
+    assert fails(other, folder=tmp_path) == f"{told} by hand"
     (tmp_path / "model.pth.address").unlink()  # put there by hand
     assert download(other, folder=tmp_path) == tmp_path / "model.pth"
 
