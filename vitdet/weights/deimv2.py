@@ -54,7 +54,6 @@ OFFICIAL_RULES: Rules = [
     *dfine.OFFICIAL_RULES,
 ]
 
-_FUSION_BLOCK = r"^encoder\.(fpn|pan)_(blocks?(?:\.\d+)?)\."
 HUGGINGFACE_RULES: Rules = [
     (r"^model\.", ""),
     *rtdetr.DERIVED,
@@ -71,8 +70,8 @@ HUGGINGFACE_RULES: Rules = [
     (r"^encoder\.down_conv1\.", "encoder.coarsen."),
     (r"^encoder\.down_conv2\.", "encoder.downsample."),
     (r"^encoder\.bi_fusion_conv\.", "encoder.globalise."),
-    (_FUSION_BLOCK + r"conv1\.", r"encoder.\1_\2.enter."),
-    (_FUSION_BLOCK + r"conv2\.", r"encoder.\1_\2.leave."),
+    (dfine.FUSION_BLOCK + r"conv1\.", r"encoder.\1_\2.enter."),
+    (dfine.FUSION_BLOCK + r"conv2\.", r"encoder.\1_\2.leave."),
     (r"\.csp_rep1\.conv2\.", ".chains.0.1."),
     (r"\.csp_rep2\.conv2\.", ".chains.1.1."),
     (r"\.csp_rep1\.conv1\.", ".chains.0.0.joint."),

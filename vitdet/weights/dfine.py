@@ -14,7 +14,7 @@ from vitdet.errors import UserError
 from vitdet.weights import hgnetv2, rtdetr
 from vitdet.weights.rules import Rules, convert_state_dict
 
-_FUSION_BLOCK = r"^encoder\.(fpn|pan)_(blocks?(?:\.\d+)?)\."  # DEIMv2's smallest have one, without a number
+FUSION_BLOCK = r"^encoder\.(fpn|pan)_(blocks?(?:\.\d+)?)\."  # DEIMv2's smallest have one, without a number
 _FUSION_NAMES: Rules = [
     (r"\.chains\.(\d)\.0\.conv1\.", r".chains.\1.0.enter."),
     (r"\.chains\.(\d)\.0\.conv2\.", r".chains.\1.0.shortcut."),
@@ -40,22 +40,22 @@ HUGGINGFACE_RULES: Rules = [
     *rtdetr.DERIVED,
     *hgnetv2.HUGGINGFACE_RULES,
     # theirs counts the convolutions of a fusion block in the order in which they run
-    (_FUSION_BLOCK + r"conv1\.", r"encoder.\1_\2.enter."),
-    (_FUSION_BLOCK + r"conv2\.", r"encoder.\1_\2.chains.0.1."),
-    (_FUSION_BLOCK + r"conv3\.", r"encoder.\1_\2.chains.1.1."),
-    (_FUSION_BLOCK + r"conv4\.", r"encoder.\1_\2.leave."),
-    (_FUSION_BLOCK + r"csp_rep1\.", r"encoder.\1_\2.chains.0.0."),
-    (_FUSION_BLOCK + r"csp_rep2\.", r"encoder.\1_\2.chains.1.0."),
+    (FUSION_BLOCK + r"conv1\.", r"encoder.\1_\2.enter."),
+    (FUSION_BLOCK + r"conv2\.", r"encoder.\1_\2.chains.0.1."),
+    (FUSION_BLOCK + r"conv3\.", r"encoder.\1_\2.chains.1.1."),
+    (FUSION_BLOCK + r"conv4\.", r"encoder.\1_\2.leave."),
+    (FUSION_BLOCK + r"csp_rep1\.", r"encoder.\1_\2.chains.0.0."),
+    (FUSION_BLOCK + r"csp_rep2\.", r"encoder.\1_\2.chains.1.0."),
     *_FUSION_NAMES,
     *HUGGINGFACE_HEAD,
 ]
 OFFICIAL_RULES: Rules = [
     *rtdetr.DERIVED,
     *hgnetv2.OFFICIAL_RULES,
-    (_FUSION_BLOCK + r"cv1\.", r"encoder.\1_\2.enter."),
-    (_FUSION_BLOCK + r"cv2\.", r"encoder.\1_\2.chains.0."),
-    (_FUSION_BLOCK + r"cv3\.", r"encoder.\1_\2.chains.1."),
-    (_FUSION_BLOCK + r"cv4\.", r"encoder.\1_\2.leave."),
+    (FUSION_BLOCK + r"cv1\.", r"encoder.\1_\2.enter."),
+    (FUSION_BLOCK + r"cv2\.", r"encoder.\1_\2.chains.0."),
+    (FUSION_BLOCK + r"cv3\.", r"encoder.\1_\2.chains.1."),
+    (FUSION_BLOCK + r"cv4\.", r"encoder.\1_\2.leave."),
     *_FUSION_NAMES,
     (r"^encoder\.downsample_convs\.(\d+)\.0\.cv1\.", r"encoder.downsample.\1.0."),
     (r"^encoder\.downsample_convs\.(\d+)\.0\.cv2\.", r"encoder.downsample.\1.1."),

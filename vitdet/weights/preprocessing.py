@@ -15,7 +15,7 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 UNIT = ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])  # leaves [0, 1] as it is
 HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 _INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-_MAX_SIDE = 2**14
+MAX_SIDE = 2**14  # of an image, in pixels: a file may ask for any
 
 # What their image processors do by custom where a folder has no preprocessor_config.json. ViT's, Swin's and DINOv3's
 # stretch to the size; DINOv2's and DeiT's resize to 256 / 224 of it and cut out the middle.
@@ -118,9 +118,9 @@ def sides(value: Any) -> tuple[int, int]:
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(side, int) for side in pair):
         height, width = pair
-        if 0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE:
+        if 0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE:
             return height, width
-    raise UserError(f"{value!r} is no image size; it must be a side or height and width, each at most {_MAX_SIDE}")
+    raise UserError(f"{value!r} is no image size; it must be a side or height and width, each at most {MAX_SIDE}")
 
 
 def official(name: str, image_size: tuple[int, int]) -> dict[str, Any]:

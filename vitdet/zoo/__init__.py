@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitdet.backbones.timm import timm_parameters, timm_takes_size
 from vitdet.errors import UserError
 from vitdet.structures import ModelMetadata
+from vitdet.weights.preprocessing import MAX_SIDE
 from vitdet.weights.rules import load_strict
 from vitdet.zoo.builders import (
     CLASSIFIERS,
@@ -29,8 +30,6 @@ __all__ = [
     "CLASSIFIERS", "DETECTORS", "MODELS", "adapt", "builder_arguments", "create_model", "describe_source",
     "is_classifier", "list_models", "load_model", "read_source", "size_argument",
 ]  # fmt: skip
-
-_MOST_PIXELS = 2**14  # a side of an image: a file's header may ask for any
 
 
 def load_model(source: str | Path, *, model: str | None = None, image_size: tuple[int, int] | None = None) -> nn.Module:
@@ -136,10 +135,10 @@ def _check(metadata: ModelMetadata, net: nn.Module, source: str | Path) -> None:
             f"{source} asks for images that keep their proportions, and {metadata.name!r} cannot tell them from their "
             "padding; fetch or write the file again"
         )
-    if max(*metadata.preprocessing.size, longest or 0) > _MOST_PIXELS:
+    if max(*metadata.preprocessing.size, longest or 0) > MAX_SIDE:
         raise UserError(
             f"{source} asks for images of {longest or list(metadata.preprocessing.size)} pixels, and a side has at "
-            f"most {_MOST_PIXELS}; fetch or write the file again"
+            f"most {MAX_SIDE}; fetch or write the file again"
         )
     if any(side < 1 or side % stride for side in metadata.preprocessing.size):
         raise UserError(
