@@ -174,13 +174,6 @@ def test_arithmetic_that_no_shape_shows_must_be_the_same(
         start_from(model, str(tmp_path / "a.safetensors"), "dfine_n", ClassMap((1, 2), ("a", "b")), options | run)
 
 
-def test_merged_weights_are_not_trained(shared_data: Path) -> None:
-    """Their norms would take the statistics of the first batch for all that the model knows."""
-    source = str(shared_data / "weights" / "deimv2" / "deimv2_atto_coco_fused.safetensors")
-    with pytest.raises(UserError, match="was merged for inference: its batch norms have nothing left to train with"):
-        start_from(create_model("deimv2_atto", num_classes=1), source, "deimv2_atto", ClassMap((1,), ("person",)), {})
-
-
 def test_denoising_labels_may_be_missing(tmp_path: Path) -> None:
     """Files for inference leave them out; and a run may do without."""
     options = SMALL["dfine_n"]

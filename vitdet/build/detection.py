@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vitdet.data.transforms import EvalTransform, TrainTransform
 from vitdet.detectors.detr import DETR
 from vitdet.detectors.postprocess import postprocess
 from vitdet.engine.logging import progress, say
+from vitdet.engine.statistics import restore_statistics
 from vitdet.errors import UserError, some
 from vitdet.evaluation.coco import CocoEvaluator
 from vitdet.losses.criterion import Criterion
@@ -29,6 +31,7 @@ from vitdet.losses.matcher import HungarianMatcher
 from vitdet.results import coco_rows
 from vitdet.structures import ClassMap, Preprocessing, Targets
 from vitdet.weights.classes import NO_CLASS
+from vitdet.weights.deimv2 import is_merged
 
 
 def read_split(root: str | Path, split: str) -> DetectionSet:
@@ -90,15 +93,15 @@ def build_train_loader(config: RunConfig, data: DetectionSet, device: torch.devi
 
 
 def build_eval_loader(
-    data: DetectionSet, preprocessing: Preprocessing, *, batch: int, workers: int, cache: bool
+    data: DetectionSet, preprocessing: Preprocessing, *, batch: int, workers: int, cache: bool, shared: bool = True
 ) -> Loader:
-    """A loader over a whole split in order, resized only; several processes share it."""
+    """A loader over a whole split in order, resized only; several processes share it, or see all of it each."""
     longest = preprocessing.longest
     transform = EvalTransform(longest=longest, interpolation=preprocessing.interpolation)
     dataset = DetectionDataset(data, transform=transform, cache=cache)
     sampler = EpochBatchSampler(
         length=len(dataset), batch_size=batch, seed=0, sizes=[preprocessing.size], shuffle=False, drop_last=False,
-        rank=distributed.rank(), world_size=distributed.world_size(),
+        rank=distributed.rank() if shared else 0, world_size=distributed.world_size() if shared else 1,
     )  # fmt: skip
     return make_loader(
         dataset, batch_sampler=sampler, workers=workers, pin_memory=torch.cuda.is_available(),
@@ -158,6 +161,22 @@ def detect(model: nn.Module, images: Tensor, targets: Targets, **padding: Tensor
     return model(images, targets, **padding)
 
 
+SEEN = 64  # images from which batch norms get their statistics back
+
+
+def restore_norms(model: nn.Module, data: DetectionSet, config: RunConfig) -> None:
+    """Make weights trainable that were merged for inference, see :func:`restore_statistics`."""
+    preprocessing: Preprocessing = model.metadata.preprocessing  # type: ignore[assignment, union-attr]
+    few = replace(data, records=data.records[:: max(len(data.records) // SEEN, 1)][:SEEN])
+    loader = build_eval_loader(few, preprocessing, batch=config.eval.batch, workers=0, cache=False, shared=False)
+    restore_statistics(model, (preprocessing.normalize(batch["images"]) for batch in loader))
+    if distributed.rank() == 0:
+        say(
+            f"note: {config.model.weights} was merged for inference: its batch norms got the statistics of "
+            f"{len(few.records)} images back"
+        )
+
+
 def assemble(config: RunConfig, device: torch.device) -> Parts:
     """Read the data and build what the run needs. Problems with data and model show here."""
     train_data = read_split(config.data.root, config.data.train_split)
@@ -182,6 +201,8 @@ def assemble(config: RunConfig, device: torch.device) -> Parts:
     val_loader = build_eval_loader(
         val_data, preprocessing, batch=config.eval.batch, workers=config.data.workers, cache=config.data.cache
     )
+    if config.model.weights and is_merged(model.state_dict()):
+        restore_norms(model, train_data, config)
     criterion = build_criterion(config.loss, epochs=config.train.epochs, no_object=isinstance(model, DETR))
     return Parts(
         model=model, forward=detect, criterion=criterion, loader=loader, sampler=sampler,

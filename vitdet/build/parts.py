@@ -19,7 +19,6 @@ from vitdet.engine.logging import say
 from vitdet.engine.schedules import rate_multiplier, warmup_steps
 from vitdet.errors import UserError, some
 from vitdet.structures import ClassMap, ModelMetadata, Preprocessing
-from vitdet.weights import deimv2
 from vitdet.weights.classes import NO_CLASS
 from vitdet.weights.rules import load_strict
 
@@ -114,11 +113,6 @@ def start_from(
     check_same_model(source, name)
     metadata, state = zoo.read_source(source, model=name)
     check_unseen(source, metadata, name, arguments)
-    if deimv2.is_merged(state):
-        raise UserError(
-            f"model.weights {source} was merged for inference: its batch norms have nothing left to train with; "
-            "use the publisher's checkpoint of the training"
-        )
     try:
         state = zoo.adapt(model, state)
     except ValueError as error:

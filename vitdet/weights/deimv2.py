@@ -5,7 +5,7 @@ Beyond renaming:
 * The two 1×1 convolutions into a fusion block are one in their files, the shortcut's half first.
 * In files that were merged for inference each convolution has swallowed its batch norm, and a RepVGG block its 1×1
   convolution. Ours keep both: the norms become the identity with the merged bias, the lost convolution zero. The
-  numbers stay the same, up to rounding; to train such a model, its norms should stay fixed.
+  numbers stay the same, up to rounding; before training such a model its norms need statistics (:func:`is_merged`).
 * Score heads and quality heads that a file lacks (merged files have the last layer's only, transformers writes tied
   ones once) are copies of the last one that it has.
 """
