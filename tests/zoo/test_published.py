@@ -198,10 +198,13 @@ def test_every_model_can_be_described() -> None:
 
 def test_the_table() -> None:
     lines = format_table(describe_models("rtdetr_r[15]*")).splitlines()
-    assert lines[0].split() == ["model", "parameters", "GFLOPs", "AP", "licence", "weights"]
+    assert lines[0].split() == ["model", "parameters", "GFLOPs", "AP", "licence", "weights", "address", "(checksum)"]
     rows = [line.split() for line in lines[1:]]
     assert rows[0][:5] == ["rtdetr_r101", "76.66", "M", "259", "54.3"]
-    assert [row[-1] for row in rows] == [key for key in sorted(PUBLISHED) if re.match(r"rtdetr_r[15]", key)]
+    assert [row[-2] for row in rows] == [key for key in sorted(PUBLISHED) if re.match(r"rtdetr_r[15]", key)]
+    assert [row[-1] for row in rows] == [PUBLISHED[row[-2]].address for row in rows]
+    detr = format_table(describe_models("detr_r50"))
+    assert detr.endswith("  https://dl.fbaipublicfiles.com/detr/detr-r50-e632da11.pth (sha256 e632da11…)")
     # What is told of a model is told once; the columns stand below their titles.
     assert [row[0] for row in rows[:3]] == ["rtdetr_r101", "Apache-2.0", "56.2"]
     assert {line.index("Apache-2.0") for line in lines[1:]} == {lines[0].index("licence")}

@@ -230,18 +230,19 @@ def describe_models(pattern: str = "*") -> dict[str, dict[str, Any]]:
 
 def format_table(described: Mapping[str, Mapping[str, Any]]) -> str:
     """What :func:`describe_models` returns, a line for each of the published weights, and one for a model without."""
-    rows = [("model", "parameters", "GFLOPs", "AP", "licence", "weights")]
+    rows = [("model", "parameters", "GFLOPs", "AP", "licence", "weights", "address (checksum)")]
     for name, model in described.items():
         gflops = "" if model["gflops"] is None else f"{model['gflops']:g}"
         first = (name, f"{model['parameters'] / 1e6:.2f} M", gflops)
         for tag, entry in model["weights"].items():
             ap = "" if entry["ap"] is None else f"{entry['ap']:.1f}"
-            rows.append((*first, ap, entry["licence"], f"{name}:{tag}"))
+            checksum = "" if entry["sha256"] is None else f" (sha256 {entry['sha256']}…)"
+            rows.append((*first, ap, entry["licence"], f"{name}:{tag}", entry["address"] + checksum))
             first = ("", "", "")
         if not model["weights"]:
-            rows.append((*first, "", "", ""))
+            rows.append((*first, "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = ("<", ">", ">", ">", "<", "<")
+    aligned = ("<", ">", ">", ">", "<", "<", "<")
     lines = (
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
         for row in rows
