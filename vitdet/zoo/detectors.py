@@ -52,6 +52,8 @@ def describe_detector(
         found = "rtdetr_r50_m"  # by its authors; transformers' evaluates all of its layers
     if said.kind == "rt_detr_v2":  # the same weights as version 1's by names and shapes
         found = found.replace("rtdetr_", "rtdetrv2_")
+    if "points" in said.arguments:  # of as many heads as are said; weights show the product alone
+        shown.pop("points", None)
     arguments = {**said.arguments, **shown}
     if family == "detr":
         found = _with_dilation(found, name, arguments.pop("dilated", None))
