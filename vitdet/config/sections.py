@@ -49,7 +49,7 @@ class DataSection(Section):
     size: tuple[int, int] = Field(description="(height, width) of training and evaluation")
     sizes: list[tuple[int, int]] = Field(default_factory=list, description="multi-scale: each batch draws one")
     mean: tuple[float, float, float] | None = Field(
-        default=None, description="of the RGB channels on [0, 1]; null: as the weights want it, else the task's custom"
+        default=None, description="of RGB on [0, 1]; null: as model.weights want it, else the task's custom"
     )
     std: tuple[float, float, float] | None = None
     workers: int = Field(default=2, ge=0)
