@@ -204,6 +204,21 @@ def make(
     print(make_digits(root, train=train, val=val, seed=seed))
 
 
+@data_app.command("convert")
+def convert_data(
+    root: Annotated[str, typer.Argument(metavar="DIR", help="a data set for detection, of any format")],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="an empty or new folder")],
+    to: Annotated[str, typer.Option(help="coco, yolo, voc or csv (of Open Images' kind)")],
+    split: Annotated[list[str] | None, typer.Option(help="of the data set; may be repeated, all by default")] = None,
+) -> None:
+    """Write a detection data set in another format: the same boxes, the images linked or copied."""
+    from vitdet.data.convert import convert_set
+
+    for line in convert_set(root, destination, to=to, splits=split or ()):
+        print(line, file=sys.stderr)
+    print(destination)
+
+
 @benchmark_app.command("timm")
 def benchmark_timm(
     data: Annotated[str, typer.Option(metavar="DIR", help="an image folder, such as Imagenette at 96 pixels")],

@@ -1,11 +1,22 @@
-"""Recognises a data set by what lies in its folder."""
+"""Recognises a data set by what lies in its folder.
+
+The first of these that is there decides for a detector:
+
+1. Pascal VOC: the folders ``Annotations/`` and ``ImageSets/Main/``;
+2. YOLO: ``data.yaml`` (``data.yml``, ``dataset.yaml``), or Darknet's ``obj.data``;
+3. COCO JSON: ``annotations/instances_SPLIT.json`` and the other places of :func:`coco_splits`;
+4. CSV: files whose first line names the columns of boxes, in the places of :func:`vitdet.data.csv_files.csv_splits`.
+
+Where the root or the split names a file, its suffix decides. For a classifier two class folders in the split count for
+more than a JSON or CSV file among them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from vitdet.data import coco, voc
+from vitdet.data import coco, csv_files, voc, yolo
 from vitdet.data.imagefolder import count_classes, image_folder_splits, read_image_folder
 from vitdet.data.records import ClassificationSet, DetectionSet, split_aliases
 from vitdet.errors import UserError
@@ -13,17 +24,19 @@ from vitdet.structures import ClassMap
 
 _COCO_NAMES = ("instances.json", "_annotations.coco.json", "annotations.json")
 _KNOWN = (
-    "COCO JSON (annotations/instances_SPLIT.json, or SPLIT/ with a JSON file) "
+    "COCO JSON (annotations/instances_SPLIT.json, or SPLIT/ with a JSON file), YOLO (data.yaml), "
+    "CSV (SPLIT.csv whose first line names the columns) "
     "or Pascal VOC (Annotations/, JPEGImages/, ImageSets/Main/SPLIT.txt)"
 )
+_YOLO_SUFFIXES = (".yaml", ".yml", ".data")
 
 
 def read_detection_set(root: str | Path, split: str) -> DetectionSet:
-    """Read one split of a COCO JSON or Pascal VOC data set.
+    """Read one split of a COCO JSON, YOLO, Pascal VOC or CSV data set.
 
     COCO annotations are looked for as ``annotations/instances_{split}*.json``, ``annotations/{split}.json``, the same
-    in ``root`` itself, and as a JSON file in the folder ``{split}``. ``split`` may also name an annotation file
-    (``labels/first.json``, relative to ``root``), and ``root`` may be the annotation file itself.
+    in ``root`` itself, and as a JSON file in the folder ``{split}``. ``split`` may also name a JSON or CSV file
+    (``labels/first.json``, relative to ``root``), and ``root`` may be such a file or a ``data.yaml`` itself.
 
     Raises:
         UserError: nothing there, nothing recognised, no such split, or annotations that cannot be right.
@@ -31,21 +44,53 @@ def read_detection_set(root: str | Path, split: str) -> DetectionSet:
     root = Path(root)
     _check_exists(root)
     if root.is_file():
-        return _read_coco_file(root, root=root.parent, split=split)
-    if split.endswith(".json"):
+        return _read_file(root, split)
+    if split.endswith((".json", ".csv")):
         if not (root / split).is_file():
             raise UserError(f"the annotation file {root / split} does not exist: check the split")
-        return _read_coco_file(root / split, root=root, split=Path(split).stem)
+        read = _read_csv_file if split.endswith(".csv") else _read_coco_file
+        return read(root / split, root=root, split=Path(split).stem)
     if _is_voc(root):
         return voc.read_voc(root, split)
+    yolo_file = yolo.find_yolo(root)
+    if yolo_file is not None:
+        return yolo.read_yolo(yolo_file, root=root, split=split)
     splits = coco_splits(root)
-    if not splits and image_folder_splits(root):
-        raise UserError(
+    if splits:
+        return _read_coco_file(_choose(splits, split, root), root=root, split=split)
+    splits = csv_files.csv_splits(root)
+    if splits:
+        return _read_csv_file(_choose(splits, split, root), root=root, split=split)
+    raise _not_recognised(root)
+
+
+def detection_splits(root: str | Path) -> list[str]:
+    """The names of all the splits of a data set for detection; of a single annotation file, its own.
+
+    Raises:
+        UserError: nothing there, or nothing recognised.
+    """
+    root = Path(root)
+    _check_exists(root)
+    if root.is_file():
+        return list(yolo.read_yolo_file(root).splits) if root.suffix in _YOLO_SUFFIXES else [_own_split(root)]
+    if _is_voc(root):
+        return voc.split_names(root)
+    yolo_file = yolo.find_yolo(root)
+    if yolo_file is not None:
+        return list(yolo.read_yolo_file(yolo_file).splits)
+    splits = coco_splits(root) or csv_files.csv_splits(root)
+    if not splits:
+        raise _not_recognised(root)
+    return list(splits)
+
+
+def _not_recognised(root: Path) -> UserError:
+    if image_folder_splits(root):
+        return UserError(
             f"{root} is an image folder, one folder a class: a classifier trains on it, a detector needs boxes"
         )
-    if not splits:
-        raise UserError(f"no data set is recognised in {root}: it needs {_KNOWN}")
-    return _read_coco_file(_choose(splits, split, root), root=root, split=split)
+    return UserError(f"no data set is recognised in {root}: it needs {_KNOWN}")
 
 
 def read_classification_set(
@@ -80,9 +125,11 @@ def _detection_kind(root: Path, split: str) -> str | None:
         return "COCO JSON" if root.suffix == ".json" else "single-file"
     if _is_voc(root):
         return "Pascal VOC"
-    if (root / "data.yaml").is_file():
+    if yolo.find_yolo(root) is not None:
         return "YOLO"
-    return "COCO JSON" if coco_splits(root) and count_classes(root, split) < 2 else None
+    if count_classes(root, split) > 1:
+        return None
+    return "COCO JSON" if coco_splits(root) else "CSV" if csv_files.csv_splits(root) else None
 
 
 def coco_splits(root: Path) -> dict[str, Path]:
@@ -133,13 +180,39 @@ def _choose(splits: dict[str, Path], split: str, root: Path) -> Path:
     raise UserError(f"{root} has no split {split!r}: its splits are {known}")
 
 
+def _own_split(path: Path) -> str:
+    """What an annotation file that stands for the whole set calls its split."""
+    return path.stem.removeprefix("instances_")
+
+
+def _read_file(path: Path, split: str) -> DetectionSet:
+    """Read an annotation file that was given as the root, by its suffix."""
+    if path.suffix in _YOLO_SUFFIXES:
+        return yolo.read_yolo(path, root=path, split=split)
+    read = _read_csv_file if path.suffix == ".csv" else _read_coco_file
+    return read(path, root=path.parent, split=split)
+
+
 def _read_coco_file(path: Path, *, root: Path, split: str) -> DetectionSet:
     """Read a file whose images lie in one of the customary places around it."""
-    names = dict.fromkeys([path.stem.removeprefix("instances_"), *split_aliases(split)])
+    return coco.read_coco(path, image_folders=_image_folders(path, split), root=root, split=split)
+
+
+def _read_csv_file(path: Path, *, root: Path, split: str) -> DetectionSet:
+    """Read a file whose images lie in one of the customary places, with the classes of all the set's files."""
+    splits = csv_files.csv_splits(root)
+    class_files = list(splits.values()) if path in splits.values() else [path]
+    names = [name for name, one in splits.items() if one == path]
+    folders = _image_folders(path, *names, split)
+    return csv_files.read_csv(path, image_folders=folders, class_files=class_files, root=root, split=split)
+
+
+def _image_folders(path: Path, *splits: str) -> list[Path]:
+    """The customary places of a split's images around its annotation file."""
+    names = dict.fromkeys([path.stem.removeprefix("instances_"), *(n for one in splits for n in split_aliases(one))])
     folders = [path.parent / "images", path.parent]
     bases = dict.fromkeys([path.parent, path.parent.parent] if path.parent.name == "annotations" else [path.parent])
     for base in bases:
         folders += [base / place / name for name in names for place in ("images", ".")]
         folders += [base / "images", base]
-    existing = [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
-    return coco.read_coco(path, image_folders=existing, root=root, split=split)
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]

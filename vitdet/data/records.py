@@ -52,7 +52,7 @@ class DetectionSet:
     """One split of a data set.
 
     Attributes:
-        name: the recognised format, ``"COCO JSON"`` or ``"Pascal VOC"``.
+        name: the recognised format, ``"COCO JSON"``, ``"YOLO"``, ``"Pascal VOC"`` or ``"CSV"``.
         root: the folder (or file) it was read from.
         split: the name of the split.
         class_map: category ids, labels and names.
