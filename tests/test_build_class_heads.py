@@ -174,7 +174,7 @@ def test_arithmetic_that_no_shape_shows_must_be_the_same(
         start_from(model, str(tmp_path / "a.safetensors"), "dfine_n", ClassMap((1, 2), ("a", "b")), options | run)
 
 
-def test_denoising_labels_may_be_missing(tmp_path: Path) -> None:
+def test_denoising_labels_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files for inference leave them out; and a run may do without."""
     options = SMALL["dfine_n"]
     for theirs, ours in [(0, 20), (20, 0)]:
@@ -184,6 +184,7 @@ def test_denoising_labels_may_be_missing(tmp_path: Path) -> None:
         start_from(model, str(tmp_path / "a.safetensors"), "dfine_n", ClassMap((1, 2), ("a", "b")), options)
         state = source.state_dict()
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items() if not k.startswith("denoising."))
+        assert ("has no labels of denoising queries" in capsys.readouterr().err) == (theirs == 0)
 
 
 def test_a_run_keeps_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

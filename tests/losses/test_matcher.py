@@ -57,14 +57,14 @@ def test_softmax_cost_is_minus_the_probability() -> None:
 @pytest.mark.parametrize("softmax", [False, True])
 def test_cost_by_quality_by_hand(softmax: bool) -> None:
     """Minus the score times the IoU to its power: 1/3 for a box moved by half its width, 0 for one far away."""
-    matcher = HungarianMatcher(class_cost=7.0, softmax=softmax, iou_power=2.0)
+    matcher = HungarianMatcher(class_cost=7.0, softmax=softmax)
     matcher.by_quality = True
     logits = torch.tensor([[[math.log(3.0), 0.0, math.log(4.0)]]])  # sigmoid 3/4, 1/2; softmax 3/8, 1/8
     boxes = torch.tensor([[[0.3, 0.5, 0.2, 0.2]]])
     places = torch.tensor([[0.4, 0.5, 0.2, 0.2], [0.3, 0.5, 0.2, 0.2], [0.8, 0.5, 0.2, 0.2]])
     targets = Targets.from_lists([places], [torch.tensor([0, 1, 0])])
     score = (3 / 8, 1 / 8) if softmax else (3 / 4, 1 / 2)
-    expected = [-score[0] / 9, -score[1], 0.0]
+    expected = [-score[0] / 81, -score[1], 0.0]
     assert matcher.cost(logits, boxes, targets).flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 

@@ -97,6 +97,20 @@ def theirs_in_our_order(logits: Tensor, boxes: Tensor, ours: DetectorOutput) -> 
     return logits[rows, nearest], boxes[rows, nearest]
 
 
+def assert_same_outputs(theirs: nn.Module, ours: nn.Module, sizes: list[tuple[int, int]]) -> None:
+    """Logits and boxes to 1e-4 on an image of each (height, width), of which one tells rows from columns."""
+    assert any(height != width for height, width in sizes)
+    for height, width in sizes:
+        images = random_images(1, height, width)
+        with torch.inference_mode():
+            expected, output = theirs(images), ours(images)
+        assert expected.logits.std() > 0.3
+        assert expected.pred_boxes.std(1).min() > 1e-3
+        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
+        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+
+
 def some_labels() -> tuple[list[Tensor], list[Tensor]]:
     """Labels and ``cxcywh`` boxes of two images."""
     labels = [torch.tensor([3, 71, 3]), torch.tensor([0])]

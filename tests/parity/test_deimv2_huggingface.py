@@ -16,9 +16,9 @@ from torch import nn
 
 from tests.parity.random_detectors import (
     as_they_pair,
+    assert_same_outputs,
     random_images,
     some_labels,
-    theirs_in_our_order,
     with_random_values,
 )
 from vitdet.backbones.spatial_adapter import SpatialAdapter
@@ -115,15 +115,7 @@ def test_same_outputs_from_their_file(name: str, tmp_path: Path) -> None:
     model = build().eval()
     state = convert(load_file(tmp_path / "model.safetensors"))
     load_strict(model, state, allow_missing=("*.num_batches_tracked",))
-    for height, width in [(320, 320), (256, 384)]:  # the second tells rows from columns
-        images = random_images(1, height, width)
-        with torch.inference_mode():
-            expected, output = theirs(images), model(images)
-        assert expected.logits.std() > 0.3
-        assert expected.pred_boxes.std(1).min() > 1e-3
-        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
-        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
-        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+    assert_same_outputs(theirs, model, [(320, 320), (256, 384)])
 
 
 @pytest.mark.parametrize("option", ["project_tokens", "refine_positions", "activation"])

@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.parity.random_detectors import (
     as_they_pair,
+    assert_same_outputs,
     load_theirs,
     random_images,
     some_labels,
-    theirs_in_our_order,
     untied,
     with_random_values,
 )
@@ -64,15 +64,7 @@ def test_same_outputs_from_their_file(reference, ours, tmp_path: Path) -> None:
     assert not report.unexpected
     assert not report.reshaped
     assert model.decoder.up == theirs.model.decoder.up != 0.5
-    for height, width in [(640, 640), (480, 640)]:  # the second tells rows from columns
-        images = random_images(1, height, width)
-        with torch.inference_mode():
-            expected, output = theirs(images), model(images)
-        assert expected.logits.std() > 0.3
-        assert expected.pred_boxes.std(1).min() > 1e-3
-        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
-        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
-        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+    assert_same_outputs(theirs, model, [(640, 640), (480, 640)])
 
 
 @pytest.mark.parametrize("denoising", [0, 100], ids=["without denoising", "with denoising"])

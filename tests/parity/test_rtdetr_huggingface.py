@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.random_detectors import load_theirs, random_images, theirs_in_our_order, with_random_values
+from tests.parity.random_detectors import (
+    assert_same_outputs,
+    load_theirs,
+    random_images,
+    with_random_values,
+)
 from vitdet.detectors.rtdetr import RTDETR, rtdetr_r18, rtdetr_r50
 from vitdet.errors import UserError
 from vitdet.losses.criterion import Criterion
@@ -63,15 +68,7 @@ def test_same_outputs_from_their_file(reference, ours, tmp_path: Path) -> None:
     assert all(name.endswith("num_batches_tracked") for name in report.missing)
     assert not report.unexpected
     assert not report.reshaped
-    for height, width in [(640, 640), (480, 640)]:  # the second tells rows from columns
-        images = random_images(1, height, width)
-        with torch.inference_mode():
-            expected, output = theirs(images), model(images)
-        assert expected.logits.std() > 0.3
-        assert expected.pred_boxes.std(1).min() > 1e-3
-        logits, boxes = theirs_in_our_order(expected.logits, expected.pred_boxes, output)
-        torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-4)
-        torch.testing.assert_close(output.boxes, boxes, rtol=0, atol=1e-4)
+    assert_same_outputs(theirs, model, [(640, 640), (480, 640)])
 
 
 def their_loss_names(layers: int, *, denoising: bool) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vitdet.weights.classes import COCO
+from vitdet.errors import UserError
+from vitdet.weights.classes import COCO, coco_names_by_id
 from vitdet.weights.describe import Description
 from vitdet.zoo import create_model
 from vitdet.zoo.detectors import describe_detector, family_of
@@ -18,11 +19,11 @@ def described(
     name: str, file: str, *, said: Description | None = None, told: str | None = None, **arguments: Any
 ) -> tuple[str, dict[str, Any]]:
     with torch.device("meta"):
-        state = create_model(name, num_classes=80, **arguments).state_dict()
+        state = create_model(name, **{"num_classes": 80, **arguments}).state_dict()
     if name.startswith("dfine"):
         state |= {key: torch.ones(1) for key in ("decoder.up", "decoder.reg_scale")}
     found = describe_detector(family_of(name), told, said or Description(), state, Path(file))
-    assert found[2] == list(COCO.values())
+    assert found[2] == (coco_names_by_id() if name.startswith("detr") else list(COCO.values()))
     return found[0], found[1]
 
 
@@ -60,6 +61,21 @@ def test_r50_m_is_seen_whatever_its_file_is_called() -> None:
     assert described("rtdetr_r50_m", "checkpoint0071.pth")[0] == "rtdetr_r50_m"
     assert described("rtdetr_r50", "checkpoint0071.pth")[0] == "rtdetr_r50"
     assert described("rtdetr_r50_m", "model.safetensors", said=Description(kind="rt_detr"))[0] == "rtdetr_r50"
+
+
+@pytest.mark.parametrize(
+    ("held", "told"), [("dfine_n", "dfine_s"), ("deimv2_atto", "deimv2_femto"), ("rtdetr_r18", "rtdetrv2_r34")]
+)
+def test_another_variant_is_told(held: str, told: str) -> None:
+    """By the caller, or by the name of the file."""
+    with pytest.raises(UserError, match=f"^the weights are of '{held}', not of '{told}'; leave out the name"):
+        described(held, "x.pth", told=told)
+
+
+@pytest.mark.parametrize(("held", "told"), [("rtdetr_r18", "rtdetrv2_r18"), ("detr_r50", "detr_r50_dc5")])
+def test_what_weights_do_not_show_may_be_told(held: str, told: str) -> None:
+    classes = {"num_classes": 91} if held == "detr_r50" else {}
+    assert described(held, "x.pth", told=told, **classes)[0] == told
 
 
 def test_silu_reaches_all_of_d_fines_heads() -> None:

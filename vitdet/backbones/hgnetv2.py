@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitdet.backbones.layers import ConvNorm, freeze_batch_norms
+from vitdet.backbones.layers import ConvNorm, freeze_batch_norms, stage_maps
 
 
 class Stem(nn.Module):
@@ -150,13 +150,7 @@ class HGNetV2(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(B, 3, h, w) to one (B, C_s, h/stride_s, w/stride_s) map per stage given; h and w divisible by 32."""
-        maps = self.stem(images)
-        outputs = []
-        for index, stage in enumerate(self.stages):
-            maps = stage(maps)
-            if index in self.out_stages:
-                outputs.append(maps)
-        return outputs
+        return stage_maps(self.stages, self.stem(images), self.out_stages)
 
 
 def hgnetv2_b0(*, affine: bool = True, **options) -> HGNetV2:

@@ -46,6 +46,16 @@ class ConvNorm(nn.Module):
         return self.affine(self.activation(self.norm(self.conv(maps))))
 
 
+def stage_maps(stages: nn.ModuleList, maps: Tensor, wanted: Sequence[int]) -> list[Tensor]:
+    """What comes out of the wanted ones of stages that run one after the other, in their order."""
+    outputs = []
+    for index, stage in enumerate(stages):
+        maps = stage(maps)
+        if index in wanted:
+            outputs.append(maps)
+    return outputs
+
+
 def level_projections(channels: Sequence[int], width: int, *, always: bool) -> nn.ModuleList:
     """A 1×1 convolution to ``width`` for each map; where not ``always``, none for maps that are as wide already."""
     return nn.ModuleList(ConvNorm(c, width, 1) if always or c != width else nn.Identity() for c in channels)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitdet.backbones.layers import ConvNorm, freeze_batch_norms
+from vitdet.backbones.layers import ConvNorm, freeze_batch_norms, stage_maps
 
 
 def make_shortcut(width_in: int, width_out: int, stride: int, *, first: bool, pooled: bool) -> nn.Module:
@@ -145,13 +145,7 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(B, 3, h, w) to one (B, C_s, ⌈h/stride_s⌉, ⌈w/stride_s⌉) map per stage given."""
-        maps = self.stem(images)
-        outputs = []
-        for index, stage in enumerate(self.stages):
-            maps = stage(maps)
-            if index in self.out_stages:
-                outputs.append(maps)
-        return outputs
+        return stage_maps(self.stages, self.stem(images), self.out_stages)
 
 
 def resnet18_vd() -> ResNet:

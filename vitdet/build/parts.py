@@ -122,7 +122,9 @@ def start_from(
     if metadata.class_map.names == class_map.names:
         # Files for inference may lack the labels of denoising queries, and a run may do without.
         spare = (*counters, "denoising.*")
-        load_strict(model, state, allow_missing=spare, allow_unexpected=spare)
+        report = load_strict(model, state, allow_missing=spare, allow_unexpected=spare)
+        if "denoising.embedding.weight" in report.missing and distributed.rank() == 0:
+            say(f"note: {source} has no labels of denoising queries, which only training uses: they start anew")
         return metadata
     heads = class_heads(model)
     theirs, rest = split_heads(state, heads)

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitdet.boxes import cxcywh_to_xyxy, iou_and_giou
 from vitdet.structures import SupervisedOutput, Targets
 
+IOU_POWER = 4  # of the cost by quality, as published
 UNASSIGNABLE = 1e6  # stands for NaN and infinity, which scipy refuses; the trainer's own check reports them
 
 
@@ -23,19 +24,18 @@ class HungarianMatcher:
     Args:
         class_cost, box_cost, giou_cost: weights of the three terms. alpha, gamma: of the focal class cost.
         softmax: the logits are K + 1, the last of "no object", and the class cost is minus the class's probability.
-        iou_power: of the IoU in the cost by quality, see ``by_quality``.
 
     Attributes:
         by_quality: False at first. Where it is set, a pair costs minus the score of the target's class times the IoU
-            to the power of ``iou_power``, whatever the weights.
+            to the power of 4, whatever the weights.
     """
 
     def __init__(
         self, *, class_cost: float = 2.0, box_cost: float = 5.0, giou_cost: float = 2.0, alpha: float = 0.25,
-        gamma: float = 2.0, softmax: bool = False, iou_power: float = 4.0,
+        gamma: float = 2.0, softmax: bool = False,
     ) -> None:  # fmt: skip
         self.class_cost, self.box_cost, self.giou_cost = class_cost, box_cost, giou_cost
-        self.alpha, self.gamma, self.softmax, self.iou_power = alpha, gamma, softmax, iou_power
+        self.alpha, self.gamma, self.softmax = alpha, gamma, softmax
         self.by_quality = False
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class HungarianMatcher:
         score = self.scores(logits).gather(-1, index)
         iou, giou = iou_and_giou(cxcywh_to_xyxy(boxes.float())[:, :, None], cxcywh_to_xyxy(targets.boxes)[:, None])
         if self.by_quality:
-            total = -score * iou**self.iou_power
+            total = -score * iou**IOU_POWER
         else:
             box_cost = torch.cdist(boxes.float(), targets.boxes, p=1)
             total = self.class_cost * self.cost_of(score) + self.box_cost * box_cost - self.giou_cost * giou

@@ -60,10 +60,17 @@ def describe_detector(
     elif not any(key.startswith("denoising.") for key in state):
         arguments["denoising_queries"] = 0
     arguments |= _by_file_name(family, file.name) if said.kind is None else {}
+    if name is not None and _variant(name) != _variant(found):
+        raise UserError(f"the weights are of {found!r}, not of {name!r}; leave out the name, or use the other's file")
     names, usual = said.class_names, coco_names_by_id() if family == "detr" else coco_names()
     if names is None and shown["num_classes"] == len(usual):
         names = usual
     return name or found, arguments, names, said.preprocessing or _prepared(family, found)
+
+
+def _variant(name: str) -> str:
+    """The name without what weights do not show: the version of RT-DETR, layers that only training uses, dilation."""
+    return name.replace("rtdetrv2_", "rtdetr_").replace("_r50_m", "_r50").removesuffix("_dc5")
 
 
 def _by_file_name(family: str, name: str) -> dict[str, Any]:
